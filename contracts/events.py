@@ -1,0 +1,537 @@
+"""One Struct per event kind, one tagged union per stream.
+
+Each docstring says who emits the event, when, and what follows. Times are seconds; `*_at` are readings of the run's
+clock (see `contracts.core.Clock`). Kinds are tagged `<noun>.<verb>` in the log.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+FailureKind = Literal["infra", "data", "timeout", "noncontiguous"]
+"""Why a rollout ended without a usable trajectory. `infra` is retried within a budget; none of them is ever reward 0."""
+
+Split = Literal["train", "eval"]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+    """Base of all events: immutable, keyword-only, tagged by `kind`."""
+
+
+class Member(msgspec.Struct, frozen=True):
+    """One boot of an actor. A restarted process is another member."""
+
+    actor: str
+    boot: int
+
+
+class PayloadRef(msgspec.Struct, frozen=True):
+    """Bytes kept in a payload key beside the stream. `size` in bytes."""
+
+    key: str
+    size: int
+
+
+# --- tasks -----------------------------------------------------------------------------------------------------------
+
+
+class TaskIssued(Record, tag="task.issued"):
+    """Source -> one collector: roll out one prompt group of `samples` samples.
+
+    Emitted when credit allows. `index` is dense and never reused; `task` is the producer's stable id. `payload` is the
+    producer's JSON. The collector acks the entry in the script that emits the last sample's result.
+    """
+
+    task: str
+    index: int
+    samples: int
+    payload: bytes
+    producer: str
+    seed: int
+    split: Split = "train"
+
+
+TasksEvent = TaskIssued
+
+# --- trajectories ----------------------------------------------------------------------------------------------------
+
+
+class Provenance(msgspec.Struct, frozen=True):
+    """One source of sampled tokens in a trajectory: which version, on which boot of which engine, under which epoch."""
+
+    version: int
+    engine: str
+    boot: int
+
+
+class TrajectoryFinished(Record, tag="trajectory.finished"):
+    """Collector -> buffer: one sample of a group is rolled out and scored.
+
+    `payload` holds the encoded `contracts.trajectory.Trajectory`. `valid` is False when the sample must enter neither
+    baseline nor loss, `mask_reason` says why. `sources` lists the provenance of every sampled token, oldest first.
+    The id of a trajectory is (task, sample): the first result wins.
+    """
+
+    task: str
+    index: int
+    sample: int
+    attempt: int
+    samples: int
+    reward: float
+    components: dict[str, float]
+    valid: bool
+    payload: PayloadRef
+    prompt_tokens: int
+    completion_tokens: int
+    sources: tuple[Provenance, ...]
+    seconds: float
+    split: Split = "train"
+    mask_reason: str | None = None
+    stop_reason: str = "stop"
+
+
+class SampleFailed(Record, tag="sample.failed"):
+    """Collector -> buffer: a sample failed for good, its retry budget spent. The group goes on without it."""
+
+    task: str
+    index: int
+    sample: int
+    attempt: int
+    samples: int
+    failure: FailureKind
+    reason: str
+    split: Split = "train"
+
+
+TrajectoriesEvent = TrajectoryFinished | SampleFailed
+
+# --- batches ---------------------------------------------------------------------------------------------------------
+
+
+class SampleRef(msgspec.Struct, frozen=True):
+    """One trajectory of a batch. `lag`: optimizer steps between the trained version and its oldest trainable token."""
+
+    sample: int
+    reward: float
+    valid: bool
+    payload: PayloadRef
+    lag: int
+
+
+class GroupRef(msgspec.Struct, frozen=True):
+    """The samples of one task that are trained together; the baseline is taken over the valid ones."""
+
+    task: str
+    index: int
+    samples: tuple[SampleRef, ...]
+
+
+class BatchReady(Record, tag="batch.ready"):
+    """Buffer -> trainer: the groups of one optimizer step.
+
+    `batch` is dense and never reused. The trainer acks the entry when a durable checkpoint covers the step, so an
+    entry still pending after a crash is trained again from that checkpoint, in order.
+    """
+
+    batch: int
+    groups: tuple[GroupRef, ...]
+
+
+BatchesEvent = BatchReady
+
+# --- ledger ----------------------------------------------------------------------------------------------------------
+
+
+class CreditGranted(Record, tag="credit.granted"):
+    """Buffer -> source: train tasks with `index < total` may be issued. Cumulative, so a repeat is harmless."""
+
+    total: int
+
+
+class GroupDropped(Record, tag="group.dropped"):
+    """Buffer -> all: a group will never be trained, and why. Its credit returns to the source."""
+
+    task: str
+    index: int
+    reason: str
+    samples: int
+
+
+class TrajectoryRejected(Record, tag="trajectory.rejected"):
+    """Buffer -> all: one delivered trajectory was not admitted (duplicate, uncommitted source, closed group, ...)."""
+
+    task: str
+    index: int
+    sample: int
+    reason: str
+
+
+class EvalFinished(Record, tag="eval.finished"):
+    """Buffer -> all: held-out rewards of one version."""
+
+    version: int
+    step: int
+    mean_reward: float
+    samples: int
+
+
+class BufferDepth(Record, tag="buffer.depth"):
+    """Buffer -> all, with each batch: groups waiting after the pick, and the batch's staleness histogram (lag -> samples)."""
+
+    batch: int
+    ready: int
+    open: int
+    lags: dict[int, int]
+    flat_groups: int
+
+
+LedgerEvent = CreditGranted | GroupDropped | TrajectoryRejected | EvalFinished | BufferDepth
+
+# --- policy ----------------------------------------------------------------------------------------------------------
+
+
+class PolicyReady(Record, tag="policy.ready"):
+    """Trainer -> all: weights of `version` are in memory, at start or after a restore.
+
+    After a restore, versions above `parent_version` in the old lineage are abandoned: `abandoned` lists them.
+    The coordinator refits the engines to `version` before anything is generated.
+    """
+
+    version: int
+    step: int
+    parent_version: int | None
+    trainer_boot: int
+    abandoned: tuple[int, ...] = ()
+
+
+class StepFinished(Record, tag="step.finished"):
+    """Trainer -> all: one optimizer step done. `version` is new, never reused, and derived from `parent_version`.
+
+    `metrics` are scalars by name; `seconds` is the step alone, `waited_s` the time the trainer had no batch.
+    """
+
+    version: int
+    parent_version: int
+    step: int
+    trainer_boot: int
+    batch: int
+    metrics: dict[str, float]
+    seconds: float
+    waited_s: float
+    tokens: int
+    tasks: tuple[int, ...]
+
+
+class CheckpointSaved(Record, tag="checkpoint.saved"):
+    """Trainer -> all: a durable checkpoint of `version` at `path` covers every batch up to and including `batch`.
+
+    The batches are acked in the same script; their payloads may be deleted once archived.
+    """
+
+    version: int
+    step: int
+    batch: int
+    path: str
+    bytes: int
+    seconds: float
+
+
+class TrainingFinished(Record, tag="training.finished"):
+    """Trainer -> driver: the configured number of steps is trained and covered by a checkpoint."""
+
+    version: int
+    step: int
+
+
+PolicyEvent = PolicyReady | StepFinished | CheckpointSaved | TrainingFinished
+
+# --- refit -----------------------------------------------------------------------------------------------------------
+
+DrainPolicy = Literal["finish", "interrupt"]
+
+
+class TensorSpec(msgspec.Struct, frozen=True):
+    """One tensor of the export stream, in transfer dtype (`float32`, `bfloat16`, ...)."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Bucket(msgspec.Struct, frozen=True):
+    """Tensors that travel in one flattened broadcast, in order. `size` in bytes."""
+
+    tensors: tuple[TensorSpec, ...]
+    size: int
+
+
+class RefitRequested(Record, tag="refit.requested"):
+    """Coordinator -> all, before any side effect: the barrier of `epoch` begins.
+
+    Gateways close their gates and drain, engines stop admitting and drain, the trainer offers the weights of
+    `version`. `deadline_at` ends the whole refit.
+    """
+
+    epoch: int
+    version: int
+    step: int
+    engines: tuple[Member, ...]
+    gateways: tuple[Member, ...]
+    drain: DrainPolicy
+    deadline_at: float
+
+
+class GateClosed(Record, tag="gate.closed"):
+    """Gateway -> coordinator: admits nothing since, and none of its requests runs on an engine any more."""
+
+    epoch: int
+    gateway: str
+    boot: int
+    held: int
+    interrupted: int
+    seconds: float
+
+
+class EngineDrained(Record, tag="engine.drained"):
+    """Engine -> coordinator: no request runs, proved by a cache flush that answered success."""
+
+    epoch: int
+    engine: str
+    boot: int
+    seconds: float
+
+
+class TransferOffered(Record, tag="transfer.offered"):
+    """Trainer -> coordinator and engines: a frozen copy of `version` is ready to be sent as `buckets`.
+
+    `digest` is `contracts.weights.digest` of the copy. Receivers meet rank 0 at `address:port`.
+    """
+
+    epoch: int
+    version: int
+    trainer_boot: int
+    address: str
+    port: int
+    buckets: tuple[Bucket, ...]
+    bytes: int
+    digest: str
+
+
+class Rank(msgspec.Struct, frozen=True):
+    """A receiver's first rank in the weight-update group, and how many it holds (tensor parallel)."""
+
+    engine: str
+    boot: int
+    offset: int
+    ranks: int
+
+
+class TransferStarted(Record, tag="transfer.started"):
+    """Coordinator -> trainer and engines: everything is drained; broadcast now.
+
+    With `fresh`, `group` is a new weight-update group that all members first join; otherwise it exists.
+    """
+
+    epoch: int
+    version: int
+    group: str
+    fresh: bool
+    members: tuple[Rank, ...]
+    world_size: int
+
+
+class TransferFinished(Record, tag="transfer.finished"):
+    """Trainer -> coordinator: every bucket left rank 0. Says nothing about the receivers."""
+
+    epoch: int
+    version: int
+    seconds: float
+    bytes: int
+
+
+class TransferFailed(Record, tag="transfer.failed"):
+    """Trainer -> coordinator: the transfer ended in an error or at its deadline; the communicator is aborted."""
+
+    epoch: int
+    phase: str
+    error: str
+    reason: str
+
+
+class EngineLoaded(Record, tag="engine.loaded"):
+    """Engine -> coordinator: all buckets loaded, cache flushed. `digest` of what it holds, empty if it can't tell."""
+
+    epoch: int
+    engine: str
+    boot: int
+    digest: str
+    seconds: float
+
+
+class EngineFailed(Record, tag="engine.failed"):
+    """Engine -> coordinator: this engine can't go on with the epoch; it is UNCERTAIN from now on."""
+
+    epoch: int
+    engine: str
+    boot: int
+    phase: str
+    error: str
+    reason: str
+
+
+class RefitCommitted(Record, tag="refit.committed"):
+    """Coordinator -> all: `engines` serve `version`; gates open. At most one commit an epoch.
+
+    `pause_s` runs from refit.requested to this event, `transfer_s` is the broadcast alone.
+    """
+
+    epoch: int
+    version: int
+    step: int
+    engines: tuple[Member, ...]
+    world_size: int
+    pause_s: float
+    drain_s: float
+    transfer_s: float
+    bytes: int
+
+
+class EngineQuarantined(Record, tag="engine.quarantined"):
+    """Coordinator -> all: this boot of the engine may not serve. It rejoins in a later epoch through a complete load."""
+
+    epoch: int
+    engine: str
+    boot: int
+    reason: str
+
+
+class RefitFailed(Record, tag="refit.failed"):
+    """Coordinator -> all: the epoch ended without a commit; nothing serves; a new epoch follows by itself."""
+
+    epoch: int
+    version: int
+    phase: str
+    reason: str
+
+
+RefitEvent = (
+    RefitRequested
+    | GateClosed
+    | EngineDrained
+    | TransferOffered
+    | TransferStarted
+    | TransferFinished
+    | TransferFailed
+    | EngineLoaded
+    | EngineFailed
+    | RefitCommitted
+    | EngineQuarantined
+    | RefitFailed
+)
+
+# --- fleet -----------------------------------------------------------------------------------------------------------
+
+
+class ActorBooted(Record, tag="actor.booted"):
+    """Any actor -> all: a process took over `actor` as boot `boot`; every earlier boot is fenced off."""
+
+    actor: str
+    boot: int
+    pid: int
+    host: str
+
+
+class EngineReady(Record, tag="engine.ready"):
+    """Engine -> coordinator and gateways: its server answers, holding unknown weights. It is UNCERTAIN until a commit."""
+
+    engine: str
+    boot: int
+    url: str
+    ranks: int
+    seconds: float
+
+
+class GatewayReady(Record, tag="gateway.ready"):
+    """Gateway -> coordinator and collectors: it listens at `url`, its gate closed until the next commit it sees."""
+
+    gateway: str
+    boot: int
+    url: str
+
+
+class EngineDead(Record, tag="engine.dead"):
+    """Engine -> all: its server process ended or stopped answering; the boot that ran it is gone."""
+
+    engine: str
+    boot: int
+    reason: str
+
+
+FleetEvent = ActorBooted | EngineReady | GatewayReady | EngineDead
+
+# --- control ---------------------------------------------------------------------------------------------------------
+
+
+class RunStarted(Record, tag="run.started"):
+    """Driver -> all: the run begins, or goes on when `resumed`."""
+
+    config_digest: str
+    resumed: bool = False
+
+
+class RunStopping(Record, tag="run.stopping"):
+    """Driver -> all: finish what is in hand, save, and leave."""
+
+    reason: str
+
+
+class RunFinished(Record, tag="run.finished"):
+    """Driver -> recorder: the last event of a run; nothing follows it."""
+
+    reason: str
+
+
+class DataExhausted(Record, tag="data.exhausted"):
+    """Source -> all: the producer has no more tasks; `issued` train tasks went out."""
+
+    issued: int
+
+
+class ActorFailed(Record, tag="actor.failed"):
+    """Any actor -> driver: something went wrong that a person should see. With `fatal` the run ends with an error."""
+
+    actor: str
+    error: str
+    message: str
+    fatal: bool
+
+
+class WaitStarted(Record, tag="wait.started"):
+    """Any actor -> all: it can't go on until `on` acts. Every wait has a deadline (None: bounded by the run)."""
+
+    actor: str
+    on: str
+    cause: str
+    deadline_at: float | None = None
+
+
+class WaitEnded(Record, tag="wait.ended"):
+    """Any actor -> all: the wait that it announced is over."""
+
+    actor: str
+    on: str
+    seconds: float
+
+
+ControlEvent = RunStarted | RunStopping | RunFinished | DataExhausted | ActorFailed | WaitStarted | WaitEnded
+
+Event = (
+    TasksEvent | TrajectoriesEvent | BatchesEvent | LedgerEvent | PolicyEvent | RefitEvent | FleetEvent | ControlEvent
+)
+
+
+def kind(event: Any) -> str:
+    """The tag of an event, e.g. `refit.committed`."""
+    return type(event).__struct_config__.tag
