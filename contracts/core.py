@@ -8,7 +8,7 @@ perform the other commands, and their results come back as inputs.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -132,6 +132,26 @@ class Clock(Protocol):
     def now(self) -> float: ...
 
 
+class Entry(msgspec.Struct, frozen=True):
+    """A raw entry of a stream: `data` is an encoded `Envelope` (in `journal:*` streams an encoded journal record)."""
+
+    stream: str
+    entry: str
+    data: bytes
+
+
+class Store(Protocol):
+    """Read access to the whole log, for the recorder."""
+
+    async def read_after(self, cursors: Mapping[str, str], count: int, block_ms: int) -> list[Entry]:
+        """Up to `count` entries a stream behind each cursor (`0` from the start), in stream order."""
+        ...
+
+    async def trim(self, stream: str, floor: str) -> int:
+        """Delete entries below `floor` that every reader is done with; answers how many."""
+        ...
+
+
 class Context(Protocol):
     """What the runtime gives a shell."""
 
@@ -141,6 +161,7 @@ class Context(Protocol):
     clock: Clock
     log: Any
     config: Any
+    store: Store
 
     def deliver(self, input: Any) -> None:
         """Hand a local input to the core; callable from any thread."""
@@ -181,7 +202,9 @@ class Shell(Protocol):
         ...
 
 
+class Fatal(Exception):
+    """Raised by a shell: the run can't go on, and a restart would not help. The message names the cause and the fix."""
+
+
 ShellFactory = Callable[[Any, str], Shell]
 """(run config, actor name) -> shell. What `actors.registry` maps an actor's kind to."""
-
-Performer = Callable[[Any], Awaitable[Any | None]]
