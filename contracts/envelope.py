@@ -97,5 +97,7 @@ def decode(stream: str, data: bytes) -> Envelope[Event]:
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         raise ContractError(f"stream {stream!r}: not an event of this stream: {error}") from error
     if envelope.schema > SCHEMA:
-        raise ContractError(f"stream {stream!r}: event {envelope.id} has schema {envelope.schema}, newest known is {SCHEMA}")
+        raise ContractError(
+            f"stream {stream!r}: event {envelope.id} has schema {envelope.schema}, newest known is {SCHEMA}"
+        )
     return envelope

@@ -1,0 +1,30 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RECIPE ?= quickstart
+ARGS ?=
+
+.PHONY: up install test lint clean
+
+up: install ## Install, then run the main job on the embedded defaults
+	$(BIN)/pipeline up $(RECIPE) $(ARGS)
+
+install: $(VENV)/.installed ## Make .venv from the constraints file
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+test: install ## The whole suite
+	$(BIN)/python -m pytest
+
+lint: install ## Style, types and import directions
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

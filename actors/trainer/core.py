@@ -1,0 +1,404 @@
+"""Decides what the trainer does next: load, train, save, offer weights, send them.
+
+Invariants: one policy operation at a time; a version number is used once, over restarts too; a batch is acked only in
+the step that announces the checkpoint covering it, so after a crash the uncovered batches are trained again, in
+order, from that checkpoint, and the versions made since are declared abandoned.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from config.schema import RunConfig
+from contracts.core import Ack, Booted, Delivered, Emit, Ref, Step
+from contracts.events import (
+    BatchReady,
+    Bucket,
+    CheckpointSaved,
+    PolicyReady,
+    RefitFailed,
+    RefitRequested,
+    RunStopping,
+    StepFinished,
+    TrainingFinished,
+    TransferFailed,
+    TransferFinished,
+    TransferOffered,
+    TransferStarted,
+    WaitEnded,
+    WaitStarted,
+)
+
+QUEUE = 2
+"""Batches held beyond the one being trained."""
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+class Load(msgspec.Struct, frozen=True):
+    """Bring the weights of checkpoint `path` (None: the run's initial model) into memory, known as `version`."""
+
+    path: str | None
+    version: int
+
+
+class Train(msgspec.Struct, frozen=True):
+    """One optimizer step over `batch`; the result becomes `version`."""
+
+    batch: BatchReady
+    step: int
+    version: int
+
+
+class Save(msgspec.Struct, frozen=True):
+    """Write a durable checkpoint of the weights in memory, covering batches up to `batch`."""
+
+    version: int
+    step: int
+    batch: int
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """Freeze a copy of `version` for transfer and open a meeting point."""
+
+    epoch: int
+    version: int
+    timeout: float
+
+
+class Send(msgspec.Struct, frozen=True):
+    """Broadcast the offered copy to the group."""
+
+    started: TransferStarted
+    timeout: float
+
+
+class Abandon(msgspec.Struct, frozen=True):
+    """Abort whatever transfer belongs to epochs up to `epoch`."""
+
+    epoch: int
+
+
+# --- their results ---------------------------------------------------------------------------------------------------
+
+
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """The weights are in memory."""
+
+    version: int
+
+
+class Trained(msgspec.Struct, frozen=True, tag="trained"):
+    """The step is done; `metrics` are finite scalars."""
+
+    version: int
+    metrics: dict[str, float]
+    seconds: float
+    tokens: int
+
+
+class Saved(msgspec.Struct, frozen=True, tag="saved"):
+    """The checkpoint at `path` is durable."""
+
+    version: int
+    path: str
+    bytes: int
+    seconds: float
+
+
+class Offered(msgspec.Struct, frozen=True, tag="offered"):
+    """A frozen copy is ready."""
+
+    epoch: int
+    version: int
+    address: str
+    port: int
+    buckets: tuple[Bucket, ...]
+    bytes: int
+    digest: str
+
+
+class Sent(msgspec.Struct, frozen=True, tag="sent"):
+    """All buckets are broadcast."""
+
+    epoch: int
+    version: int
+    seconds: float
+    bytes: int
+
+
+class TransferBroke(msgspec.Struct, frozen=True, tag="transfer_broke"):
+    """Offer or broadcast failed; the communicator is aborted."""
+
+    epoch: int
+    phase: str
+    error: str
+    reason: str
+
+
+Local = Loaded | Trained | Saved | Offered | Sent | TransferBroke
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+class Pending(msgspec.Struct, frozen=True):
+    """A batch in hand and the entry that holds it."""
+
+    ref: Ref
+    batch: BatchReady
+
+
+class Covered(msgspec.Struct, frozen=True):
+    """The newest durable checkpoint."""
+
+    path: str | None = None
+    version: int | None = None
+    step: int = 0
+
+
+class State(msgspec.Struct, frozen=True):
+    """`queue` is untrained, `trained` is trained but not yet covered; together they are the entries we hold."""
+
+    boot: int = 0
+    phase: Literal["off", "loading", "idle", "training", "saving", "finished"] = "off"
+    step: int = 0
+    version: int = -1
+    highest: int = -1
+    queue: tuple[Pending, ...] = ()
+    trained: tuple[Pending, ...] = ()
+    made: tuple[int, ...] = ()
+    """Versions trained since the newest checkpoint, oldest first: abandoned if we crash now."""
+    covered: Covered = Covered()
+    epoch: int = 0
+    refit_deadline: float = 0.0
+    idle_since: float | None = None
+    stopping: bool = False
+
+
+class TrainerCore:
+    """`config`: steps, checkpoint.every."""
+
+    state_type = State
+    local_type = Local
+    work = ("batches",)
+    watch = ("refit", "control")
+
+    def __init__(self, config: RunConfig) -> None:
+        self.steps = config.steps
+        self.every = config.checkpoint.every
+
+    def initial(self) -> State:
+        return State()
+
+    def step(self, state: State, input: Any, now: float) -> Step[State]:
+        match input:
+            case Booted():
+                return self._boot(state, input)
+            case Delivered():
+                return self._deliver(state, input, now)
+            case Loaded():
+                return self._loaded(state, input, now)
+            case Trained():
+                return self._trained(state, input, now)
+            case Saved():
+                return self._saved(state, input, now)
+            case Offered() | Sent() | TransferBroke():
+                return self._transfer(state, input)
+        return state, ()
+
+    def wake(self, state: State) -> float | None:
+        return None
+
+    def intake(self, state: State) -> Mapping[str, int]:
+        if state.stopping or state.phase in ("off", "loading", "finished"):
+            return {}
+        return {"batches": max(0, QUEUE - len(state.queue))}
+
+    def done(self, state: State) -> bool:
+        settled = state.phase in ("idle", "finished") and not state.trained
+        return state.stopping and (settled or state.phase in ("off", "loading"))
+
+    # --- life ---
+
+    def _boot(self, state: State, input: Booted) -> Step[State]:
+        """Fall back to the newest checkpoint; what was trained since is owed again."""
+        version = state.highest + 1
+        state = msgspec.structs.replace(
+            state,
+            boot=input.boot,
+            phase="loading",
+            step=state.covered.step,
+            highest=version,
+            version=version,
+            queue=(*state.trained, *state.queue),
+            trained=(),
+            idle_since=None,
+            stopping=False,
+        )
+        return state, (Load(path=state.covered.path, version=version),)
+
+    def _loaded(self, state: State, input: Loaded, now: float) -> Step[State]:
+        if input.version != state.version or state.phase != "loading":
+            return state, ()
+        ready = PolicyReady(
+            version=state.version,
+            step=state.step,
+            parent_version=state.covered.version,
+            trainer_boot=state.boot,
+            abandoned=state.made,
+        )
+        state = msgspec.structs.replace(state, phase="idle", made=())
+        state, commands = self._next(state, now)
+        return state, (Emit(ready), *commands)
+
+    def _deliver(self, state: State, input: Delivered, now: float) -> Step[State]:
+        match input.envelope.body:
+            case BatchReady() as batch:
+                return self._batch(state, Pending(input.ref, batch), now)
+            case RefitRequested() as requested if requested.epoch > state.epoch:
+                state = msgspec.structs.replace(state, epoch=requested.epoch, refit_deadline=requested.deadline_at)
+                timeout = max(0.0, requested.deadline_at - now)
+                return state, (Abandon(requested.epoch - 1), Offer(requested.epoch, requested.version, timeout))
+            case TransferStarted() as started if started.epoch == state.epoch:
+                return state, (Send(started, max(0.0, state.refit_deadline - now)),)
+            case RefitFailed() as failed if failed.epoch == state.epoch:
+                return state, (Abandon(failed.epoch),)
+            case RunStopping():
+                state = msgspec.structs.replace(state, stopping=True)
+                return self._next(state, now) if state.phase == "idle" else (state, ())
+        return state, ()
+
+    # --- steps ---
+
+    def _batch(self, state: State, pending: Pending, now: float) -> Step[State]:
+        held = {item.ref for item in (*state.queue, *state.trained)}
+        if pending.ref in held:
+            return state, ()
+        state = msgspec.structs.replace(state, queue=(*state.queue, pending))
+        return self._next(state, now) if state.phase == "idle" else (state, ())
+
+    def _next(self, state: State, now: float) -> Step[State]:
+        """From idle: save what must be saved, else train the next batch, else wait for one."""
+        due = len(state.trained) >= self.every or state.step >= self.steps or state.stopping
+        if state.trained and due:
+            save = Save(version=state.version, step=state.step, batch=state.trained[-1].batch.batch)
+            return msgspec.structs.replace(state, phase="saving"), (save,)
+        if state.step >= self.steps:
+            finished = TrainingFinished(version=state.version, step=state.step)
+            return msgspec.structs.replace(state, phase="finished"), (Emit(finished),)
+        if state.stopping:
+            return state, ()
+        if state.queue:
+            return self._train(state, now)
+        if state.idle_since is not None:
+            return state, ()
+        waiting = WaitStarted(actor="trainer", on="buffer", cause=f"no batch for step {state.step + 1}")
+        return msgspec.structs.replace(state, idle_since=now), (Emit(waiting),)
+
+    def _train(self, state: State, now: float) -> Step[State]:
+        train = Train(state.queue[0].batch, state.step + 1, state.highest + 1)
+        commands: tuple[Any, ...] = (train,)
+        if state.idle_since is not None:
+            ended = WaitEnded(actor="trainer", on="buffer", seconds=now - state.idle_since)
+            commands = (Emit(ended), train)
+        return msgspec.structs.replace(state, phase="training"), commands
+
+    def _trained(self, state: State, input: Trained, now: float) -> Step[State]:
+        if state.phase != "training" or input.version != state.highest + 1:
+            return state, ()
+        pending = state.queue[0]
+        waited = 0.0 if state.idle_since is None else max(0.0, now - input.seconds - state.idle_since)
+        finished = StepFinished(
+            version=input.version,
+            parent_version=state.version,
+            step=state.step + 1,
+            trainer_boot=state.boot,
+            batch=pending.batch.batch,
+            metrics=reward_metrics(pending.batch) | input.metrics,
+            seconds=input.seconds,
+            waited_s=waited,
+            tokens=input.tokens,
+            tasks=tuple(group.index for group in pending.batch.groups),
+        )
+        state = msgspec.structs.replace(
+            state,
+            phase="idle",
+            step=state.step + 1,
+            version=input.version,
+            highest=input.version,
+            queue=state.queue[1:],
+            trained=(*state.trained, pending),
+            made=(*state.made, input.version),
+            idle_since=None,
+        )
+        state, commands = self._next(state, now)
+        return state, (Emit(finished), *commands)
+
+    def _saved(self, state: State, input: Saved, now: float) -> Step[State]:
+        if state.phase != "saving" or input.version != state.version:
+            return state, ()
+        saved = CheckpointSaved(
+            version=state.version,
+            step=state.step,
+            batch=state.trained[-1].batch.batch,
+            path=input.path,
+            bytes=input.bytes,
+            seconds=input.seconds,
+        )
+        acks = tuple(Ack(item.ref) for item in state.trained)
+        state = msgspec.structs.replace(
+            state,
+            phase="idle",
+            trained=(),
+            made=(),
+            covered=Covered(path=input.path, version=state.version, step=state.step),
+        )
+        state, commands = self._next(state, now)
+        return state, (Emit(saved), *acks, *commands)
+
+    # --- transfer ---
+
+    def _transfer(self, state: State, input: Offered | Sent | TransferBroke) -> Step[State]:
+        if input.epoch != state.epoch:
+            return state, ()
+        match input:
+            case Offered():
+                event: Any = TransferOffered(
+                    epoch=input.epoch,
+                    version=input.version,
+                    trainer_boot=state.boot,
+                    address=input.address,
+                    port=input.port,
+                    buckets=input.buckets,
+                    bytes=input.bytes,
+                    digest=input.digest,
+                )
+            case Sent():
+                event = TransferFinished(
+                    epoch=input.epoch, version=input.version, seconds=input.seconds, bytes=input.bytes
+                )
+            case TransferBroke():
+                event = TransferFailed(epoch=input.epoch, phase=input.phase, error=input.error, reason=input.reason)
+        return state, (Emit(event),)
+
+
+def reward_metrics(batch: BatchReady) -> dict[str, float]:
+    """Mean and standard deviation of the valid samples' rewards, counts of valid and masked samples, flat groups, lag."""
+    rewards = [s.reward for g in batch.groups for s in g.samples if s.valid]
+    lags = [s.lag for g in batch.groups for s in g.samples]
+    mean = math.fsum(rewards) / len(rewards) if rewards else 0.0
+    variance = math.fsum((r - mean) ** 2 for r in rewards) / len(rewards) if rewards else 0.0
+    flat = sum(len({s.reward for s in g.samples if s.valid}) < 2 for g in batch.groups)
+    return {
+        "reward": mean,
+        "reward_std": math.sqrt(variance),
+        "samples": float(len(rewards)),
+        "masked_samples": float(len(lags) - len(rewards)),
+        "flat_groups": float(flat),
+        "staleness_mean": math.fsum(lags) / len(lags) if lags else 0.0,
+        "staleness_max": float(max(lags, default=0)),
+    }
