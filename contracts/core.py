@@ -73,7 +73,7 @@ class Ack(msgspec.Struct, frozen=True):
 
 
 class Raise(msgspec.Struct, frozen=True):
-    """Set a register of the store to a greater value; the step is refused (and the actor fenced) if it isn't greater."""
+    """Set a register of the store to a greater value; if it isn't greater, the step is refused and the actor ends."""
 
     register: str
     value: int
@@ -162,6 +162,8 @@ class Context(Protocol):
     log: Any
     config: Any
     store: Store
+    run_dir: str
+    """Where the run keeps its files; on a cluster, a directory of this node unless it is shared."""
 
     def deliver(self, input: Any) -> None:
         """Hand a local input to the core; callable from any thread."""

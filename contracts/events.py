@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 FailureKind = Literal["infra", "data", "timeout", "noncontiguous"]
-"""Why a rollout ended without a usable trajectory. `infra` is retried within a budget; none of them is ever reward 0."""
+"""Why a rollout ended without a usable trajectory. `infra` is retried within a budget; none is ever reward 0."""
 
 Split = Literal["train", "eval"]
 
@@ -178,7 +178,7 @@ class EvalFinished(Record, tag="eval.finished"):
 
 
 class BufferDepth(Record, tag="buffer.depth"):
-    """Buffer -> all, with each batch: groups waiting after the pick, and the batch's staleness histogram (lag -> samples)."""
+    """Buffer -> all, with each batch: groups left after the pick, and its staleness histogram (lag -> samples)."""
 
     batch: int
     ready: int
@@ -399,7 +399,7 @@ class RefitCommitted(Record, tag="refit.committed"):
 
 
 class EngineQuarantined(Record, tag="engine.quarantined"):
-    """Coordinator -> all: this boot of the engine may not serve. It rejoins in a later epoch through a complete load."""
+    """Coordinator -> all: this boot of the engine may not serve. A complete load in a later epoch lets it rejoin."""
 
     epoch: int
     engine: str
@@ -444,7 +444,7 @@ class ActorBooted(Record, tag="actor.booted"):
 
 
 class EngineReady(Record, tag="engine.ready"):
-    """Engine -> coordinator and gateways: its server answers, holding unknown weights. It is UNCERTAIN until a commit."""
+    """Engine -> coordinator and gateways: its server answers, holding unknown weights: UNCERTAIN until a commit."""
 
     engine: str
     boot: int

@@ -1,0 +1,196 @@
+"""Performs what the trainer's core decides: one thread for the policy, one for a transfer.
+
+The event loop is never blocked: training, saving and loading run on the policy's thread, a broadcast on a thread that
+may be abandoned at its deadline, so that a step and a transfer overlap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from actors.trainer.core import (
+    Abandon,
+    Load,
+    Loaded,
+    Offer,
+    Offered,
+    Save,
+    Saved,
+    Send,
+    Sent,
+    Train,
+    Trained,
+    TrainerCore,
+    TransferBroke,
+)
+from config.schema import RunConfig
+from contracts.core import Context, Fatal
+from contracts.trajectory import decode
+
+if TYPE_CHECKING:
+    from actors.trainer.torch_policy import TorchPolicy
+
+T = TypeVar("T")
+
+COPIES = 2
+"""Versions whose frozen copy is kept: one that may be in transfer, one that the next refit takes."""
+
+
+class TrainerShell:
+    """Rank 0 of the policy; `contracts.core.Shell`."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self.core = TrainerCore(config)
+        self._config = config
+        self._policy: TorchPolicy | None = None
+        self._policy_thread = ThreadPoolExecutor(1, thread_name_prefix="policy")
+        self._copies: dict[int, list[tuple[str, Any]]] = {}
+
+    async def start(self, context: Context) -> None:
+        from actors.refit.transports.gloo import GlooSender
+
+        self._context = context
+        self._sender = GlooSender(
+            host=self._config.network.host, bucket_bytes=int(self._config.refit.bucket_mib * 2**20)
+        )
+
+    async def perform(self, command: Any) -> Any | None:
+        match command:
+            case Load():
+                return await self._on_policy_thread(lambda: self._load(command))
+            case Train():
+                return await self._train(command)
+            case Save():
+                return await self._on_policy_thread(lambda: self._save(command))
+            case Offer():
+                return await self._offer(command)
+            case Send():
+                return await self._send(command)
+            case Abandon():
+                await asyncio.to_thread(self._sender.abandon)
+                return None
+        raise TypeError(f"the trainer can't perform {command!r}")
+
+    def payload(self, handle: str) -> bytes:
+        raise KeyError(handle)
+
+    async def close(self) -> None:
+        self._sender.close()
+        self._policy_thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _on_policy_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._policy_thread, work)
+
+    # --- policy ---
+
+    def _load(self, command: Load) -> Loaded:
+        from actors import models
+        from actors.trainer.checkpoint import CheckpointError
+        from actors.trainer.torch_policy import TorchPolicy
+
+        config = self._config
+        started = time.perf_counter()
+        try:
+            model_dir = models.resolve(config.model.source, models.cache_dir(), config.model.params)
+        except models.ModelError as error:
+            raise Fatal(f"model.source={config.model.source!r}: {error}") from error
+        self._policy = TorchPolicy(
+            model_dir, config.trainer, dtype=config.model.dtype, seed=config.seed, total_steps=config.steps
+        )
+        if command.path is not None:
+            try:
+                self._policy.load(Path(command.path))
+            except CheckpointError as error:
+                raise Fatal(f"the run can't go on from its checkpoint: {error}") from error
+        self._freeze(command.version)
+        self._context.log.info(
+            "policy loaded", version=command.version, path=command.path, seconds=round(time.perf_counter() - started, 3)
+        )
+        return Loaded(version=command.version)
+
+    async def _train(self, command: Train) -> Trained:
+        from actors.trainer import batching
+
+        keys = [sample.payload.key for group in command.batch.groups for sample in group.samples]
+        payloads = await self._context.payloads(keys)
+
+        def work() -> Trained:
+            assert self._policy is not None
+            started = time.perf_counter()
+            trajectories = dict(zip(keys, map(decode, payloads), strict=True))
+            chosen = batching.samples(command.batch, trajectories, self._config.trainer.loss)
+            metrics = dict(self._policy.train_step(chosen))
+            self._freeze(command.version)
+            tokens = sum(len(sample.ids) for sample in chosen)
+            return Trained(
+                version=command.version, metrics=metrics, seconds=time.perf_counter() - started, tokens=tokens
+            )
+
+        return await self._on_policy_thread(work)
+
+    def _save(self, command: Save) -> Saved:
+        from actors.trainer import checkpoint
+
+        assert self._policy is not None
+        started = time.perf_counter()
+        root = Path(self._context.run_dir) / "checkpoints"
+        path = checkpoint.directory(root, command.version, command.step)
+        meta = {"version": command.version, "step": command.step, "batch": command.batch, "run": self._context.run}
+        size = self._policy.save(path, meta)
+        checkpoint.prune(root, self._config.checkpoint.keep)
+        return Saved(version=command.version, path=str(path), bytes=size, seconds=time.perf_counter() - started)
+
+    def _freeze(self, version: int) -> None:
+        """Keep a copy of the weights as they are now: the next step changes them in place."""
+        assert self._policy is not None
+        self._copies[version] = list(self._policy.export())
+        for old in sorted(self._copies)[:-COPIES]:
+            del self._copies[old]
+
+    # --- transfer ---
+
+    async def _offer(self, command: Offer) -> Offered | TransferBroke:
+        from actors.refit.transports.gloo import TransferError
+
+        tensors = self._copies.get(command.version)
+        if tensors is None:
+            held = ", ".join(map(str, self._copies)) or "none"
+            reason = f"version {command.version} is not held any more (held: {held})"
+            return TransferBroke(epoch=command.epoch, phase="offer", error="VersionGone", reason=reason)
+        try:
+            offer = await asyncio.to_thread(self._sender.offer, tensors)
+        except TransferError as error:
+            return self._broke(command.epoch, error)
+        return Offered(
+            epoch=command.epoch,
+            version=command.version,
+            address=offer.address,
+            port=offer.port,
+            buckets=offer.buckets,
+            bytes=offer.bytes,
+            digest=offer.digest,
+        )
+
+    async def _send(self, command: Send) -> Sent | TransferBroke:
+        from actors.refit.transports.gloo import TransferError
+
+        started = command.started
+        try:
+            sent = await asyncio.to_thread(self._sender.send, started, command.timeout)
+        except TransferError as error:
+            return self._broke(started.epoch, error)
+        return Sent(epoch=started.epoch, version=started.version, seconds=sent.seconds, bytes=sent.bytes)
+
+    @staticmethod
+    def _broke(epoch: int, error: Any) -> TransferBroke:
+        cause = error.__cause__ or error
+        return TransferBroke(epoch=epoch, phase=error.phase, error=type(cause).__name__, reason=str(error))
+
+
+def build(config: RunConfig, actor: str) -> TrainerShell:
+    return TrainerShell(config)

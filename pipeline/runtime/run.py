@@ -1,0 +1,71 @@
+"""One process, one actor: from a name and a store URL to a running loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from actors import registry
+from config.schema import RunConfig
+from contracts.core import Fatal
+from contracts.envelope import Envelope, encode
+from contracts.events import ActorFailed
+from pipeline import logs
+from pipeline.bus import Bus, Fenced
+from pipeline.runtime.clock import WallClock
+from pipeline.runtime.loop import Runtime
+
+
+def run_actor(name: str, url: str, run: str, run_dir: Path) -> str:
+    """Run actor `name` of run `run` until the run stops; answers why it left: `done` or `fenced`.
+
+    Raises `contracts.core.Fatal` when a restart would not help (the driver has been told by an event then), and
+    whatever else ended it; a restarted process goes on from the store.
+    """
+    logs.configure(run_dir, name)
+    return asyncio.run(_run(name, url, run, run_dir))
+
+
+async def _run(name: str, url: str, run: str, run_dir: Path) -> str:
+    log = structlog.get_logger().bind(run=run, actor=name)
+    bus = await Bus.connect(url, run, actor=name)
+    try:
+        config = msgspec.json.decode(await bus.get_config(), type=RunConfig)
+        runtime = Runtime(registry.build(config, name), bus, run, name, config, str(run_dir), WallClock(), log)
+        await runtime.run()
+        log.info("actor left", boot=runtime.boot, seq=runtime.seq)
+        return "done"
+    except Fenced as fenced:
+        log.warning("actor fenced", reason=str(fenced))
+        return "fenced"
+    except Exception as error:
+        fatal = isinstance(error, Fatal)
+        log.error("actor failed", error=type(error).__name__, message=str(error), fatal=fatal, exc_info=not fatal)
+        with contextlib.suppress(Exception):
+            await _report(bus, run, name, error, fatal)
+        raise
+    finally:
+        await bus.close()
+
+
+async def _report(bus: Bus, run: str, name: str, error: Exception, fatal: bool) -> None:
+    clock = WallClock()
+    body = ActorFailed(actor=name, error=type(error).__name__, message=str(error)[:2000], fatal=fatal)
+    wall = int(clock.now() * 1e9)
+    envelope = Envelope(
+        id=f"{name}:failure.{os.getpid()}.{wall}",
+        run=run,
+        stream="control",
+        actor=name,
+        boot=0,
+        epoch=0,
+        wall_ns=wall,
+        mono_ns=0,
+        body=body,
+    )
+    await bus.post("control", encode(envelope))
