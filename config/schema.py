@@ -1,7 +1,7 @@
 """Every setting of a run, with its type, default and bounds.
 
-Structs are frozen and refuse unknown keys. Durations are seconds, sizes say their unit. `config.load` builds a `RunConfig`
-from a recipe and `key=value` overrides and turns errors into sentences.
+Structs are frozen and refuse unknown keys. Durations are seconds, sizes say their unit. `config.loading.load` builds a
+`RunConfig` from a recipe and `key=value` overrides and turns errors into sentences.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class BufferConfig(Section):
     groups: Positive = 16
     """Prompt groups per optimizer step."""
     max_staleness: NonNegative = 1
-    """Optimizer steps that the oldest trainable token of a batch may lag behind the version being trained. 0 is on-policy."""
+    """Optimizer steps that the oldest trainable token of a batch may lag behind the trained version. 0 is on-policy."""
     sampler: Literal["fifo", "in_order", "ready_first"] = "fifo"
-    """Which complete groups go first: `fifo` by time of completion, `in_order` strictly by task index (waits for a hole),
-    `ready_first` the least stale first."""
+    """Which complete groups go first: `fifo` by time of completion, `in_order` strictly by task index (waits for a
+    hole), `ready_first` the least stale first."""
     group_deadline_s: Seconds = 600.0
     """From a group's first result to its last; then `group_policy` applies."""
     group_policy: Literal["shrink", "drop"] = "shrink"
-    """At the deadline, or when samples failed for good: train on the rest (if at least 2 are valid), or drop the group."""
+    """At the deadline, or when samples failed for good: train on the rest (if 2 or more are valid), or drop it."""
     skip_flat_groups: bool = False
     """Drop groups whose valid samples all have one reward (no gradient) instead of training on them."""
 
@@ -105,6 +105,8 @@ class TrainerConfig(Section):
     grad_clip: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     minibatches: Positive = 1
     """Optimizer updates that one batch is split into."""
+    epochs: Positive = 1
+    """Passes over one batch."""
     microbatch_tokens: Positive = 16384
     """Tokens, padding included, that go through the model at once."""
     threads: NonNegative = 0

@@ -294,8 +294,6 @@ class TrainerCore:
             return state, ()
         if state.queue:
             return self._train(state, now)
-        if state.idle_since is not None:
-            return state, ()
         waiting = WaitStarted(actor="trainer", on="buffer", cause=f"no batch for step {state.step + 1}")
         return msgspec.structs.replace(state, idle_since=now), (Emit(waiting),)
 
@@ -365,29 +363,27 @@ class TrainerCore:
     def _transfer(self, state: State, input: Offered | Sent | TransferBroke) -> Step[State]:
         if input.epoch != state.epoch:
             return state, ()
-        match input:
-            case Offered():
-                event: Any = TransferOffered(
-                    epoch=input.epoch,
-                    version=input.version,
-                    trainer_boot=state.boot,
-                    address=input.address,
-                    port=input.port,
-                    buckets=input.buckets,
-                    bytes=input.bytes,
-                    digest=input.digest,
-                )
-            case Sent():
-                event = TransferFinished(
-                    epoch=input.epoch, version=input.version, seconds=input.seconds, bytes=input.bytes
-                )
-            case TransferBroke():
-                event = TransferFailed(epoch=input.epoch, phase=input.phase, error=input.error, reason=input.reason)
+        event: Any
+        if isinstance(input, Offered):
+            event = TransferOffered(
+                epoch=input.epoch,
+                version=input.version,
+                trainer_boot=state.boot,
+                address=input.address,
+                port=input.port,
+                buckets=input.buckets,
+                bytes=input.bytes,
+                digest=input.digest,
+            )
+        elif isinstance(input, Sent):
+            event = TransferFinished(epoch=input.epoch, version=input.version, seconds=input.seconds, bytes=input.bytes)
+        else:
+            event = TransferFailed(epoch=input.epoch, phase=input.phase, error=input.error, reason=input.reason)
         return state, (Emit(event),)
 
 
 def reward_metrics(batch: BatchReady) -> dict[str, float]:
-    """Mean and standard deviation of the valid samples' rewards, counts of valid and masked samples, flat groups, lag."""
+    """Mean and standard deviation of the valid samples' rewards, sample counts, flat groups, staleness."""
     rewards = [s.reward for g in batch.groups for s in g.samples if s.valid]
     lags = [s.lag for g in batch.groups for s in g.samples]
     mean = math.fsum(rewards) / len(rewards) if rewards else 0.0

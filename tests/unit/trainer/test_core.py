@@ -1,0 +1,323 @@
+"""The trainer's core: one operation at a time, versions never reused, batches trained once in the surviving lineage."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.trainer import core
+from actors.trainer.core import QUEUE, State, TrainerCore, reward_metrics
+from config.schema import CheckpointConfig, RunConfig
+from contracts import events
+from contracts.core import Ack, Booted, Delivered, Emit, Ref, Tick
+from contracts.envelope import STREAM_OF, Envelope
+from contracts.events import BatchReady, GroupRef, PayloadRef, SampleRef
+
+
+def delivered(body: Any, entry: str = "1-0") -> Delivered:
+    stream = STREAM_OF[type(body)]
+    envelope = Envelope(id="x:1.0", run="r", stream=stream, actor="x", boot=1, epoch=0, wall_ns=0, mono_ns=0, body=body)
+    return Delivered(Ref(stream, entry), envelope)
+
+
+def batch(number: int, rewards: tuple[float, ...] = (0.0, 1.0), lag: int = 0) -> Delivered:
+    samples = tuple(
+        SampleRef(sample=i, reward=r, valid=True, payload=PayloadRef(f"p{number}-{i}", 10), lag=lag)
+        for i, r in enumerate(rewards)
+    )
+    body = BatchReady(batch=number, groups=(GroupRef(task=f"t{number}", index=number, samples=samples),))
+    return delivered(body, f"{number + 1}-0")
+
+
+def emitted(commands: Any) -> list[Any]:
+    return [c.event for c in commands if isinstance(c, Emit)]
+
+
+class Driver:
+    """Feeds a core and performs its policy commands at once when told to."""
+
+    def __init__(self, steps: int = 10, every: int = 1) -> None:
+        self.core = TrainerCore(RunConfig(steps=steps, checkpoint=CheckpointConfig(every=every)))
+        self.state = self.core.initial()
+        self.commands: list[Any] = []
+        self.now = 0.0
+
+    def feed(self, input: Any) -> list[Any]:
+        self.state, commands = self.core.step(self.state, input, self.now)
+        self.commands.extend(commands)
+        return list(commands)
+
+    def boot(self, boot: int = 1) -> list[Any]:
+        self.feed(Booted(boot))
+        return self.feed(core.Loaded(version=self.state.version))
+
+    def trained(self, seconds: float = 0.5) -> list[Any]:
+        return self.feed(core.Trained(version=self.state.highest + 1, metrics={"loss": 1.0}, seconds=seconds, tokens=7))
+
+    def saved(self) -> list[Any]:
+        version = self.state.version
+        return self.feed(core.Saved(version=version, path=f"/c/{version}", bytes=3, seconds=0.1))
+
+
+def test_the_first_boot_announces_version_zero_of_step_zero():
+    driver = Driver()
+    assert driver.feed(Booted(1)) == [core.Load(path=None, version=0)]
+    ready, waiting = emitted(driver.feed(core.Loaded(version=0)))
+    assert ready == events.PolicyReady(version=0, step=0, parent_version=None, trainer_boot=1)
+    assert (waiting.on, waiting.cause) == ("buffer", "no batch for step 1")
+
+
+def test_a_step_makes_a_new_version_and_reports_how_long_it_waited():
+    driver = Driver()
+    driver.boot()
+    driver.now = 4.0
+    ended, train = driver.feed(batch(0))
+    assert ended.event.seconds == 4.0
+    assert (train.step, train.version) == (1, 1)
+    driver.now = 4.5
+    finished = emitted(driver.trained())[0]
+    assert (finished.version, finished.parent_version, finished.step, finished.batch) == (1, 0, 1, 0)
+    assert finished.waited_s == pytest.approx(4.0)
+    assert finished.metrics["reward"] == 0.5
+    assert finished.metrics["loss"] == 1.0
+
+
+def test_a_batch_is_acked_only_with_the_checkpoint_that_covers_it():
+    driver = Driver(every=2)
+    driver.boot()
+    driver.feed(batch(0))
+    assert not any(isinstance(c, Ack | core.Save) for c in driver.trained())
+    driver.feed(batch(1))
+    assert driver.trained()[-1] == core.Save(version=2, step=2, batch=1)
+    commands = driver.saved()
+    assert [c.ref.entry for c in commands if isinstance(c, Ack)] == ["1-0", "2-0"]
+    assert emitted(commands)[0].batch == 1
+
+
+def test_after_a_crash_uncovered_batches_are_trained_again_in_order_and_their_versions_abandoned():
+    driver = Driver(every=3)
+    driver.boot()
+    for number in range(3):
+        driver.feed(batch(number))
+        driver.trained()
+    driver.saved()
+    for number in (3, 4):
+        driver.feed(batch(number))
+        driver.trained()
+    driver.feed(batch(5))
+    assert driver.feed(Booted(2)) == [core.Load(path="/c/3", version=6)]
+    commands = driver.feed(core.Loaded(version=6))
+    ready = emitted(commands)[0]
+    assert (ready.step, ready.parent_version, ready.abandoned) == (3, 3, (4, 5))
+    trains = [c for c in commands if isinstance(c, core.Train)]
+    order = []
+    while trains:
+        order.append((trains[0].batch.batch, trains[0].version))
+        trains = [c for c in driver.trained() if isinstance(c, core.Train)]
+    assert order == [(3, 7), (4, 8), (5, 9)]
+
+
+def test_a_redelivered_batch_that_is_already_held_is_not_trained_twice():
+    driver = Driver(every=5)
+    driver.boot()
+    driver.feed(batch(0))
+    driver.trained()
+    assert driver.feed(batch(0)) == []
+    driver.feed(batch(1))
+    assert driver.feed(batch(1)) == []
+
+
+def test_the_last_step_is_saved_before_training_is_declared_finished():
+    driver = Driver(steps=1, every=100)
+    driver.boot()
+    driver.feed(batch(0))
+    assert isinstance(driver.trained()[-1], core.Save)
+    assert isinstance(emitted(driver.saved())[-1], events.TrainingFinished)
+    assert driver.core.intake(driver.state) == {}
+
+
+def test_a_finished_run_that_is_booted_again_says_so_again():
+    driver = Driver(steps=1)
+    driver.boot()
+    driver.feed(batch(0))
+    driver.trained()
+    driver.saved()
+    assert isinstance(emitted(driver.boot(2))[-1], events.TrainingFinished)
+
+
+@pytest.mark.parametrize("moment", ["idle", "training", "saving", "loading", "off", "uncovered"])
+def test_stopping_saves_what_is_trained_and_then_leaves(moment: str):
+    driver = Driver(every=2)
+    if moment != "off":
+        driver.feed(Booted(1))
+    if moment not in ("off", "loading"):
+        driver.feed(core.Loaded(version=0))
+    if moment in ("training", "saving", "uncovered"):
+        driver.feed(batch(0))
+    if moment in ("saving", "uncovered"):
+        driver.trained()
+    if moment == "saving":
+        driver.feed(batch(1))
+        driver.trained()
+    driver.feed(delivered(events.RunStopping(reason="ctrl-c")))
+    if moment == "training":
+        assert not driver.core.done(driver.state)
+        driver.trained()
+    if moment in ("training", "saving", "uncovered"):
+        assert not driver.core.done(driver.state)
+        assert driver.state.phase == "saving"
+        driver.saved()
+    assert driver.core.done(driver.state)
+    assert driver.core.intake(driver.state) == {}
+
+
+def test_a_transfer_is_offered_sent_and_reported_under_its_epoch():
+    driver = Driver()
+    driver.boot()
+    driver.now = 10.0
+    requested = events.RefitRequested(
+        epoch=4, version=0, step=0, engines=(), gateways=(), drain="finish", deadline_at=70.0
+    )
+    assert driver.feed(delivered(requested)) == [core.Abandon(3), core.Offer(4, 0, 60.0)]
+    assert driver.feed(delivered(requested)) == []
+    offered = core.Offered(epoch=4, version=0, address="h", port=1, buckets=(), bytes=9, digest="d")
+    assert emitted(driver.feed(offered))[0].trainer_boot == 1
+    driver.now = 12.0
+    started = events.TransferStarted(epoch=4, version=0, group="g", fresh=True, members=(), world_size=3)
+    assert driver.feed(delivered(started)) == [core.Send(started, 58.0)]
+    assert emitted(driver.feed(core.Sent(epoch=4, version=0, seconds=1.0, bytes=9)))[0].bytes == 9
+
+
+def test_late_results_and_requests_of_older_epochs_have_no_effect():
+    driver = Driver()
+    driver.boot()
+    requested = events.RefitRequested(
+        epoch=4, version=0, step=0, engines=(), gateways=(), drain="finish", deadline_at=70.0
+    )
+    driver.feed(delivered(requested))
+    assert driver.feed(core.Sent(epoch=3, version=0, seconds=1.0, bytes=9)) == []
+    old = events.TransferStarted(epoch=3, version=0, group="g", fresh=True, members=(), world_size=3)
+    assert driver.feed(delivered(old)) == []
+    assert driver.feed(delivered(events.RefitFailed(epoch=3, version=0, phase="drain", reason="x"))) == []
+    assert driver.feed(core.Loaded(version=0)) == []
+    assert driver.feed(core.Saved(version=0, path="p", bytes=1, seconds=1.0)) == []
+    assert driver.feed(core.Trained(version=1, metrics={}, seconds=1.0, tokens=1)) == []
+    assert driver.feed(Tick()) == []
+    assert driver.core.wake(driver.state) is None
+
+
+def test_a_broken_or_failed_transfer_is_reported_and_abandoned():
+    driver = Driver()
+    driver.boot()
+    requested = events.RefitRequested(
+        epoch=1, version=0, step=0, engines=(), gateways=(), drain="finish", deadline_at=70.0
+    )
+    driver.feed(delivered(requested))
+    broke = core.TransferBroke(epoch=1, phase="join", error="TimeoutError", reason="engine-1 never came")
+    assert emitted(driver.feed(broke))[0] == events.TransferFailed(
+        epoch=1, phase="join", error="TimeoutError", reason="engine-1 never came"
+    )
+    failed = events.RefitFailed(epoch=1, version=0, phase="join", reason="x")
+    assert driver.feed(delivered(failed)) == [core.Abandon(1)]
+
+
+def test_intake_never_exceeds_the_queue():
+    driver = Driver()
+    assert driver.core.intake(driver.state) == {}
+    driver.boot()
+    assert driver.core.intake(driver.state) == {"batches": QUEUE}
+    for number in range(QUEUE):
+        driver.feed(batch(number))
+    assert driver.core.intake(driver.state)["batches"] == 0
+
+
+def test_reward_metrics_leave_out_masked_samples():
+    body = batch(0, (0.0, 1.0, 1.0, 0.0), lag=2).envelope.body
+    group = body.groups[0]
+    masked = msgspec.structs.replace(group.samples[0], valid=False)
+    metrics = reward_metrics(BatchReady(batch=0, groups=(GroupRef("t", 0, (masked, *group.samples[1:])),)))
+    assert metrics["reward"] == pytest.approx(2 / 3)
+    assert (metrics["samples"], metrics["masked_samples"], metrics["staleness_max"]) == (3, 1, 2)
+    assert reward_metrics(BatchReady(batch=0, groups=()))["reward"] == 0.0
+
+
+class World:
+    """A store that redelivers unacked batches, and a disk that holds checkpoints, around the core."""
+
+    def __init__(self, every: int) -> None:
+        self.driver = Driver(steps=8, every=every)
+        self.boots = 0
+        self.sent = 0
+        self.pending: dict[str, Delivered] = {}
+        self.disk: dict[str, list[int]] = {}
+        self.memory: list[int] = []
+        self.ops: list[Any] = []
+        self.versions: list[int] = []
+
+    def absorb(self, commands: list[Any]) -> None:
+        for command in commands:
+            if isinstance(command, Ack):
+                del self.pending[command.ref.entry]
+            elif isinstance(command, core.Load | core.Train | core.Save):
+                self.ops.append(command)
+            elif isinstance(command, Emit) and isinstance(command.event, events.StepFinished | events.PolicyReady):
+                self.versions.append(command.event.version)
+        assert len(self.ops) <= 1, "one policy operation at a time"
+
+    def crash(self) -> None:
+        self.ops.clear()
+        self.memory = []
+        self.boots += 1
+        self.absorb(self.driver.feed(Booted(self.boots)))
+        for delivery in list(self.pending.values()):
+            self.absorb(self.driver.feed(delivery))
+
+    def send(self) -> None:
+        if self.driver.core.intake(self.driver.state).get("batches"):
+            delivery = batch(self.sent)
+            self.sent += 1
+            self.pending[delivery.ref.entry] = delivery
+            self.absorb(self.driver.feed(delivery))
+
+    def perform(self) -> None:
+        if not self.ops:
+            return
+        command = self.ops.pop()
+        if isinstance(command, core.Load):
+            self.memory = list(self.disk[command.path]) if command.path else []
+            self.absorb(self.driver.feed(core.Loaded(version=command.version)))
+        elif isinstance(command, core.Train):
+            self.memory.append(command.batch.batch)
+            self.absorb(self.driver.trained())
+        else:
+            self.disk[f"/c/{command.version}"] = list(self.memory)
+            self.absorb(self.driver.saved())
+
+
+@settings(max_examples=300, deadline=None)
+@given(every=st.integers(1, 4), moves=st.lists(st.sampled_from(["send", "perform", "perform", "crash"]), max_size=80))
+def test_whatever_crashes_the_surviving_weights_saw_each_batch_once_and_in_order(every: int, moves: list[str]):
+    world = World(every)
+    world.crash()
+    for move in moves:
+        getattr(world, move)()
+        assert world.memory == list(range(len(world.memory)))
+    while world.driver.state.phase != "finished":
+        world.send()
+        world.perform()
+    assert world.memory == list(range(8))
+    assert world.pending == {} or min(int(e.split("-")[0]) for e in world.pending) > 8
+    assert world.versions == sorted(set(world.versions)), "versions only rise and are never reused"
+
+
+def test_states_survive_a_snapshot():
+    driver = Driver(every=3)
+    driver.boot()
+    driver.feed(batch(0))
+    driver.trained()
+    encoded = msgspec.msgpack.encode(driver.state)
+    assert msgspec.msgpack.decode(encoded, type=State) == driver.state
