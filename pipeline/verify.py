@@ -1,0 +1,253 @@
+"""The checker: folds a run's log and says whether the pipeline kept its promises.
+
+Each rule has a name, explained in docs/reference/invariants.md. The chaos tests and `pipeline verify` run the same
+code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+
+import msgspec
+
+from contracts import events
+from contracts.envelope import Envelope
+from contracts.events import Event, Provenance
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """A broken rule: its name, what was seen, and the event that showed it (None: the end of the log)."""
+
+    rule: str
+    message: str
+    event: str | None
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """What the log amounts to. `owed` tasks are neither trained nor dropped: a resume goes on with them."""
+
+    events: int
+    tasks: int
+    trained: int
+    dropped: int
+    owed: int
+    steps: int
+    commits: int
+    quarantines: int
+    failed_refits: int
+    boots: int
+
+
+class Verifier:
+    """Feed every event of a run in log order to `apply`, then read `findings()`."""
+
+    def __init__(self, max_staleness: int | None = None) -> None:
+        self._max_staleness = max_staleness
+        self._findings: list[Finding] = []
+        self._events = 0
+        self._ids: set[str] = set()
+        self._boots: Counter[str] = Counter()
+        self._issued: dict[int, events.TaskIssued] = {}
+        self._settled: dict[int, set[int]] = defaultdict(set)
+        self._sources: dict[str, tuple[Provenance, ...]] = {}
+        self._batched: dict[tuple[int, int], int] = {}
+        self._batches: dict[int, events.BatchReady] = {}
+        self._dropped: dict[int, str] = {}
+        self._parents: dict[int, int | None] = {}
+        self._steps: dict[int, events.StepFinished] = {}
+        self._tip: int | None = None
+        self._abandoned: set[int] = set()
+        self._epochs: dict[int, str] = {}
+        self._requested: dict[int, events.RefitRequested] = {}
+        self._offered: dict[int, str] = {}
+        self._loaded: dict[tuple[int, str, int], str] = {}
+        self._committed: set[Provenance] = set()
+        self._last_commit: events.RefitCommitted | None = None
+        self._quarantines = 0
+
+    def apply(self, envelope: Envelope[Event]) -> None:
+        """Consume one event."""
+        self._events += 1
+        self._event = envelope.id
+        if envelope.id in self._ids:
+            self._find("unique-ids", f"{envelope.id} appears twice")
+        self._ids.add(envelope.id)
+        if not envelope.id.startswith("post:") and envelope.boot:
+            if envelope.boot < self._boots[envelope.actor]:
+                self._find(
+                    "fencing", f"{envelope.actor} boot {envelope.boot} spoke after boot {self._boots[envelope.actor]}"
+                )
+            self._boots[envelope.actor] = max(self._boots[envelope.actor], envelope.boot)
+        handler = getattr(self, "_on_" + events.kind(envelope.body).replace(".", "_"), None)
+        if handler is not None:
+            handler(envelope.body)
+
+    def apply_all(self, log: Iterable[Envelope[Event]]) -> Verifier:
+        for envelope in log:
+            self.apply(envelope)
+        return self
+
+    def _find(self, rule: str, message: str, *, at_end: bool = False) -> None:
+        self._findings.append(Finding(rule, message, None if at_end else self._event))
+
+    # --- tasks and trajectories ---
+
+    def _on_task_issued(self, event: events.TaskIssued) -> None:
+        if event.split == "train":
+            if event.index in self._issued:
+                self._find("task-issued-once", f"index {event.index} was issued twice")
+            elif event.index != len(self._issued):
+                self._find("no-task-skipped", f"index {event.index} follows {len(self._issued) - 1}")
+            self._issued[event.index] = event
+
+    def _on_trajectory_finished(self, event: events.TrajectoryFinished) -> None:
+        if event.split == "train":
+            self._settled[event.index].add(event.sample)
+            self._sources[event.payload.key] = event.sources
+
+    def _on_sample_failed(self, event: events.SampleFailed) -> None:
+        if event.split == "train":
+            self._settled[event.index].add(event.sample)
+
+    def _on_group_dropped(self, event: events.GroupDropped) -> None:
+        if event.index in self._dropped:
+            self._find(
+                "dropped-once", f"group {event.index} dropped for {self._dropped[event.index]}, then {event.reason}"
+            )
+        if not event.reason:
+            self._find("recorded-reason", f"group {event.index} was dropped without a reason")
+        self._dropped[event.index] = event.reason
+
+    def _on_batch_ready(self, event: events.BatchReady) -> None:
+        if event.batch != len(self._batches):
+            self._find("batches-dense", f"batch {event.batch} follows {len(self._batches) - 1}")
+        self._batches[event.batch] = event
+        for group in event.groups:
+            if group.index in self._dropped:
+                self._find("dropped-not-trained", f"group {group.index} was dropped before batch {event.batch}")
+            for sample in group.samples:
+                self._check_sample(event.batch, group.index, sample)
+
+    def _check_sample(self, batch: int, index: int, sample: events.SampleRef) -> None:
+        name = (index, sample.sample)
+        if name in self._batched:
+            self._find("batched-once", f"sample {name} is in batches {self._batched[name]} and {batch}")
+        self._batched[name] = batch
+        sources = self._sources.get(sample.payload.key)
+        if sources is None:
+            self._find("from-the-log", f"sample {name} of batch {batch} has no trajectory.finished")
+            return
+        for source in sources:
+            if source not in self._committed:
+                self._find(
+                    "committed-sources", f"sample {name} of batch {batch} has tokens of {source}, never committed"
+                )
+        if self._max_staleness is not None and sample.lag > self._max_staleness:
+            self._find("staleness", f"sample {name} of batch {batch} lags {sample.lag}, bound {self._max_staleness}")
+
+    # --- policy ---
+
+    def _on_policy_ready(self, event: events.PolicyReady) -> None:
+        self._new_version(event.version, event.parent_version)
+        self._abandoned.update(event.abandoned)
+
+    def _on_step_finished(self, event: events.StepFinished) -> None:
+        if event.parent_version != self._tip:
+            self._find("lineage", f"version {event.version} grew from {event.parent_version}, newest is {self._tip}")
+        if event.batch not in self._batches:
+            self._find("from-the-log", f"step {event.step} trained batch {event.batch}, which was never ready")
+        self._new_version(event.version, event.parent_version)
+        self._steps[event.version] = event
+
+    def _new_version(self, version: int, parent: int | None) -> None:
+        if self._parents and version <= max(self._parents):
+            self._find("versions-rise", f"version {version} follows {max(self._parents)}")
+        self._parents[version] = parent
+        self._tip = version
+
+    def lineage(self) -> list[events.StepFinished]:
+        """The steps that made the newest weights, oldest first."""
+        steps, version = [], self._tip
+        while version is not None and version in self._parents:
+            if version in self._steps:
+                steps.append(self._steps[version])
+            version = self._parents[version]
+        return steps[::-1]
+
+    # --- refit ---
+
+    def _on_refit_requested(self, event: events.RefitRequested) -> None:
+        if self._requested and event.epoch <= max(self._requested):
+            self._find("epochs-rise", f"epoch {event.epoch} follows {max(self._requested)}")
+        self._requested[event.epoch] = event
+
+    def _on_transfer_offered(self, event: events.TransferOffered) -> None:
+        self._offered[event.epoch] = event.digest
+
+    def _on_engine_loaded(self, event: events.EngineLoaded) -> None:
+        self._loaded[(event.epoch, event.engine, event.boot)] = event.digest
+
+    def _on_engine_quarantined(self, event: events.EngineQuarantined) -> None:
+        self._quarantines += 1
+
+    def _on_refit_failed(self, event: events.RefitFailed) -> None:
+        self._end_epoch(event.epoch, "failed")
+
+    def _on_refit_committed(self, event: events.RefitCommitted) -> None:
+        self._end_epoch(event.epoch, "committed")
+        if event.epoch != max(self._requested, default=None):
+            self._find("commit-newest-epoch", f"epoch {event.epoch} committed after a newer one began")
+        last = self._last_commit
+        if last is not None and event.version < last.version:
+            self._find("commits-rise", f"version {event.version} committed after {last.version}")
+        for member in event.engines:
+            digest = self._loaded.get((event.epoch, member.actor, member.boot))
+            if digest is None:
+                self._find(
+                    "loaded-before-commit", f"{member} was committed in epoch {event.epoch} without engine.loaded"
+                )
+            elif digest and digest != self._offered.get(event.epoch):
+                self._find("digest", f"{member} was committed in epoch {event.epoch} with digest {digest}")
+            self._committed.add(Provenance(event.version, member.actor, member.boot))
+        self._last_commit = event
+
+    def _end_epoch(self, epoch: int, how: str) -> None:
+        if epoch not in self._requested:
+            self._find("intent-before-effect", f"epoch {epoch} {how} without refit.requested")
+        if epoch in self._epochs:
+            self._find("one-end-an-epoch", f"epoch {epoch} {self._epochs[epoch]}, then {how}")
+        self._epochs[epoch] = how
+
+    # --- results ---
+
+    def findings(self) -> list[Finding]:
+        """Everything broken, in log order, then what only the end shows."""
+        seen = list(self._findings)
+        trained = Counter(index for step in self.lineage() for index in step.tasks)
+        for index, times in trained.items():
+            if times > 1:
+                self._find("trained-once", f"group {index} was trained {times} times in the final lineage", at_end=True)
+        for index in sorted(set(self._issued) & set(trained) & set(self._dropped)):
+            self._find("dropped-not-trained", f"group {index} was trained and dropped", at_end=True)
+        for index in sorted(set(trained) | set(self._dropped)):
+            issued = self._issued.get(index)
+            if issued is None:
+                self._find("from-the-log", f"group {index} was never issued", at_end=True)
+        result, self._findings = self._findings, seen
+        return result
+
+    def summary(self) -> Summary:
+        trained = {index for step in self.lineage() for index in step.tasks}
+        return Summary(
+            events=self._events,
+            tasks=len(self._issued),
+            trained=len(trained),
+            dropped=len(self._dropped),
+            owed=len(set(self._issued) - trained - set(self._dropped)),
+            steps=len(self.lineage()),
+            commits=sum(how == "committed" for how in self._epochs.values()),
+            quarantines=self._quarantines,
+            failed_refits=sum(how == "failed" for how in self._epochs.values()),
+            boots=sum(self._boots.values()),
+        )
