@@ -1,0 +1,283 @@
+"""The `torch` policy backend: a transformers model trained by GRPO on a CPU or a GPU.
+
+Parameters and optimizer are float32; `bfloat16` means autocast while computing, and weights exported in bfloat16.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from actors.trainer import checkpoint, losses
+from actors.trainer.metrics import StepMetrics, all_reduce
+from actors.trainer.packing import Microbatch, Sample, pack, split
+from config.schema import TrainerConfig
+
+WEIGHTS = "model.safetensors"
+OPTIMIZER = "optimizer.pt"
+
+
+class TorchPolicy:
+    """Weights, optimizer and training step of one policy; a `contracts.policy.PolicyBackend`. Not thread-safe.
+
+    `model_dir` holds config.json and, unless the model starts from random weights drawn with `seed`, safetensors.
+    `total_steps` is where the `linear` and `cosine` schedules end. With `ranks`, every member calls `train_step` with
+    its share of the batch; gradients, denominators and metrics are those of the whole.
+    """
+
+    def __init__(
+        self,
+        model_dir: Path,
+        config: TrainerConfig,
+        *,
+        dtype: Literal["float32", "bfloat16"] = "float32",
+        seed: int = 0,
+        total_steps: int = 1,
+        ranks: ProcessGroup | None = None,
+    ) -> None:
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self.step = 0
+        self.device = torch.device(_device(config.device))
+        self._model_dir = model_dir
+        self._config = config
+        self._dtype = getattr(torch, dtype)
+        self._seed = seed
+        self._total_steps = total_steps
+        self._ranks = ranks
+        # eval(): dropout would make the ratio of an unchanged policy differ from 1.
+        self.model = _build(model_dir, seed).to(self.device).eval()
+        self._reference = copy.deepcopy(self.model).requires_grad_(False) if config.loss.kl_coef else None
+        self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._optimizer = _optimizer(self._parameters, config)
+
+    def train_step(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """One step over a batch: `epochs` passes of `minibatches` updates; answers scalar metrics.
+
+        An update whose gradient is not finite is skipped and counted as `skipped_updates`. Raises `PackingError`.
+        """
+        config = self._config
+        rate = self._set_learning_rate()
+        parts = split(len(samples), config.minibatches, [self._seed, self.step])
+        minibatches = [pack([samples[index] for index in part], config.microbatch_tokens) for part in parts]
+        updates = config.minibatches * config.epochs
+        # With a single update the policy that starts the step is the one that computes its loss: no extra pass.
+        proximal = [[None if updates == 1 else self._proximal(micro) for micro in mini] for mini in minibatches]
+        metrics = StepMetrics(self.device)
+        for _ in range(config.epochs):
+            for minibatch, references in zip(minibatches, proximal, strict=True):
+                self._update(minibatch, references, metrics)
+        self.step += 1
+        return {**metrics.result(self._ranks), "lr": rate}
+
+    def logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
+        """Log-probability of each trainable token, 0 elsewhere: float32 [length] a sample, at its temperature."""
+        result = [np.zeros(len(sample.ids), dtype=np.float32) for sample in samples]
+        for micro in pack(samples, self._config.microbatch_tokens):
+            values = self._proximal(micro).cpu().numpy()
+            for row, index in enumerate(micro.samples):
+                mine = micro.row == row
+                result[index][micro.position[mine]] = values[mine]
+        return result
+
+    def export(self) -> Iterator[tuple[str, Tensor]]:
+        """Hugging Face name and a copy of each tensor in transfer dtype, on the policy's device, tied ones once."""
+        for name, tensor in self._tensors():
+            dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
+            yield name, tensor.detach().to(dtype, copy=True).contiguous()
+
+    def save(self, path: Path, meta: Mapping[str, Any]) -> int:
+        """Write a checkpoint durably and atomically; answers its bytes. It is a Hugging Face model directory too."""
+        state = {"step": self.step, "optimizer": self._optimizer.state_dict(), "rng": _rng_state(self.device)}
+        files: dict[str, checkpoint.Writer] = {
+            WEIGHTS: lambda file: save_file(dict(self._tensors()), file, metadata={"format": "pt"}),
+            OPTIMIZER: lambda file: torch.save(state, file),
+        }
+        for source in sorted(self._model_dir.iterdir()):
+            if source.suffix in {".json", ".jinja", ".txt", ".model"} and not source.name.endswith(".index.json"):
+                files[source.name] = lambda file, source=source: _copy(source, file)
+        return checkpoint.write(path, files, meta)
+
+    def load(self, path: Path) -> dict[str, Any]:
+        """Restore what `save` wrote, bit for bit; answers its meta. Raises `checkpoint.CheckpointError`."""
+        meta = checkpoint.read_meta(path)
+        weights = load_file(path / WEIGHTS)
+        own = dict(self._tensors())
+        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+        stored = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        if shapes != stored:
+            differing = sorted(name for name in shapes.keys() | stored if shapes.get(name) != stored.get(name))
+            raise checkpoint.CheckpointError(
+                f"{path} is of another model than {self._model_dir}: {differing[0]} has shape "
+                f"{stored.get(differing[0])}, expected {shapes.get(differing[0])}; set model.* as in the run before"
+            )
+        with torch.no_grad():
+            for name, tensor in own.items():
+                tensor.copy_(weights[name])
+        state = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.step = state["step"]
+        _set_rng_state(self.device, state["rng"])
+        return meta
+
+    def _update(self, minibatch: list[Microbatch], proximal: list[Tensor | None], metrics: StepMetrics) -> None:
+        """One optimizer update from the samples that all ranks hold of a minibatch."""
+        local = [sum(len(micro.row) for micro in minibatch), sum(len(micro.samples) for micro in minibatch)]
+        counts = torch.tensor(local, dtype=torch.float64, device=self.device)
+        all_reduce(counts, self._ranks)
+        tokens, sequences = counts.tolist()
+        if not tokens:
+            return
+        for micro, before in zip(minibatch, proximal, strict=True):
+            self._loss(micro, before, tokens, sequences, metrics).backward()
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            all_reduce(parameter.grad, self._ranks)
+        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.grad_clip))
+        applied = math.isfinite(norm)
+        if applied:
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        metrics.update(norm, applied)
+
+    def _loss(
+        self,
+        micro: Microbatch,
+        proximal: Tensor | None,
+        tokens: float,
+        sequences: float,
+        metrics: StepMetrics,
+    ) -> Tensor:
+        """This microbatch's share of the minibatch loss, a scalar to call backward on."""
+        config = self._config.loss
+        current, entropy = self._score(self.model, micro, entropy_gradient=config.entropy_coef > 0)
+        proximal = current.detach() if proximal is None else proximal
+        behaviour = self._tensor(micro.behaviour)
+        terms = losses.policy_terms(
+            current,
+            proximal,
+            behaviour,
+            self._tensor(micro.advantage),
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            importance_cap=config.importance_cap,
+        )
+        loss = terms.loss
+        divergence = None
+        if self._reference is not None:
+            with torch.no_grad():
+                reference, _ = self._score(self._reference, micro)
+            divergence = losses.k3(reference - current)
+            loss = loss + config.kl_coef * divergence
+        if config.entropy_coef:
+            loss = loss - config.entropy_coef * entropy
+        weights = losses.token_weights(
+            self._tensor(micro.row),
+            self._tensor(micro.trainable),
+            config.normalisation,
+            tokens=tokens,
+            sequences=sequences,
+        )
+        total = (loss * weights).sum()
+        metrics.tokens(micro, self._tensor(micro.lag), terms, proximal, behaviour, entropy.detach(), divergence)
+        metrics.loss(total.detach())
+        return total
+
+    def _score(
+        self, model: torch.nn.Module, micro: Microbatch, *, entropy_gradient: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy float32 [n] of the trainable tokens of a microbatch."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16):
+            output = model(
+                input_ids=self._tensor(micro.ids), logits_to_keep=self._tensor(micro.columns), use_cache=False
+            )
+        logits = output.logits[self._tensor(micro.row), self._tensor(micro.at)]
+        distribution = losses.log_softmax(logits, self._tensor(micro.temperature))
+        chosen = distribution.gather(1, self._tensor(micro.target)[:, None])[:, 0]
+        return chosen, losses.entropy(distribution if entropy_gradient else distribution.detach())
+
+    @torch.no_grad()
+    def _proximal(self, micro: Microbatch) -> Tensor:
+        return self._score(self.model, micro)[0]
+
+    def _set_learning_rate(self) -> float:
+        rate = self._config.lr * schedule(
+            self._config.schedule, self.step, warmup=self._config.warmup_steps, total=self._total_steps
+        )
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and live tensor of everything that makes up the model; of tensors that share memory, the first."""
+        seen: set[int] = set()
+        for name, tensor in self.model.state_dict().items():
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                yield name, tensor
+
+    def _tensor(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.device, non_blocking=True)
+
+
+def schedule(kind: str, step: int, *, warmup: int, total: int) -> float:
+    """Factor of the learning rate at `step` (from 0): rising over `warmup` steps, then constant or falling to 0."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    if kind == "constant":
+        return 1.0
+    progress = min(1.0, (step - warmup) / max(1, total - warmup))
+    return 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+def _device(name: str) -> str:
+    if name != "auto":
+        return name
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _build(model_dir: Path, seed: int) -> Any:
+    if any(model_dir.glob("*.safetensors")):
+        return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=torch.float32)
+
+
+def _optimizer(parameters: list[torch.nn.Parameter], config: TrainerConfig) -> torch.optim.AdamW:
+    """AdamW (arXiv 1711.05101); vectors (norms and biases) do not decay."""
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, fused=True
+    )
+
+
+def _rng_state(device: torch.device) -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    return {**state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
+
+
+def _set_rng_state(device: torch.device, state: Mapping[str, Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"], device)
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)
