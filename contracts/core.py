@@ -127,9 +127,15 @@ class Core(Protocol[State]):
 
 
 class Clock(Protocol):
-    """The run's clock: seconds since the Unix epoch, read once from the wall and carried on by the monotonic clock."""
+    """The run's clock."""
 
-    def now(self) -> float: ...
+    def now(self) -> float:
+        """Seconds since the Unix epoch, read once from the wall and carried on by the monotonic clock."""
+        ...
+
+    def monotonic_ns(self) -> int:
+        """The host's monotonic clock in nanoseconds."""
+        ...
 
 
 class Entry(msgspec.Struct, frozen=True):

@@ -17,3 +17,6 @@ class WallClock:
 
     def now(self) -> float:
         return self._offset + time.monotonic()
+
+    def monotonic_ns(self) -> int:
+        return time.monotonic_ns()
