@@ -1,0 +1,375 @@
+"""The gate: which request runs where, under which commit, and which ones wait.
+
+Requests are known by number only; their tokens stay in the shell. The gate is open while the newest epoch heard of is a
+committed one. A newer `refit.requested` closes it: new requests are held, calls in flight end by themselves or are
+aborted, and what they had not finished goes out again after the commit. A call is stamped with the commit under which
+it was dispatched, and no call outlives its commit.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from actors.gateway.state import (
+    AbortAll,
+    AbortCall,
+    Address,
+    Announce,
+    Answered,
+    Arrived,
+    Avoided,
+    Call,
+    CallFailed,
+    Commit,
+    Drain,
+    InFlight,
+    Left,
+    Listening,
+    Refuse,
+    Reply,
+    Request,
+    State,
+    boot_prefix,
+    cause_of,
+    gate,
+    held,
+    load_of,
+    reachable,
+    rid_prefix,
+)
+from config.schema import GatewayConfig, RefitConfig
+from contracts.core import Booted, Delivered, Emit
+from contracts.events import (
+    ActorBooted,
+    EngineDead,
+    EngineQuarantined,
+    EngineReady,
+    GateClosed,
+    GatewayReady,
+    RefitCommitted,
+    RefitRequested,
+    RunStopping,
+    WaitEnded,
+    WaitStarted,
+)
+
+ABORT_SHARE, END_SHARE = 0.7, 0.9
+"""Parts of the drain deadline after which calls are aborted and cut off; the rest is for the engines' own proof."""
+GRACE_MAX_S = 5.0
+"""Longest a call may take to end after the abort of its request; less where a drain is shorter."""
+BACKOFF_S, BACKOFF_MAX_S = 0.25, 5.0
+"""How long an engine is left alone after its first failure in a row, and at most."""
+SESSIONS = 2048
+"""Sessions whose engine is remembered; the oldest is forgotten first."""
+
+Outcome = tuple[State, list[Any]]
+_replace = msgspec.structs.replace
+
+
+class GatewayCore:
+    """Admits, routes, holds and continues requests. See `contracts.core.Core`."""
+
+    state_type = State
+    local_type = Listening | Arrived | Answered | CallFailed | Left
+    work: tuple[str, ...] = ()
+    watch = ("refit", "fleet", "control")
+
+    def __init__(self, actor: str, gateway: GatewayConfig, refit: RefitConfig) -> None:
+        self._actor = actor
+        self._retries = gateway.retries
+        self._refit = refit
+        self._grace = min(GRACE_MAX_S, (END_SHARE - ABORT_SHARE) * refit.drain_deadline_s)
+
+    def initial(self) -> State:
+        return State()
+
+    def intake(self, state: State) -> dict[str, int]:
+        return {}
+
+    def done(self, state: State) -> bool:
+        return state.stopping and not state.requests and not state.calls
+
+    def wake(self, state: State) -> float | None:
+        times = [request.deadline_at for request in state.requests.values()]
+        if state.drain and any(not call.aborting for call in state.calls.values()):
+            times.append(state.drain.abort_at)
+        if gate(state) == "open" and held(state):
+            times += [state.avoided[m.actor].until for m in reachable(state) if m.actor in state.avoided]
+        return min(times, default=None)
+
+    def step(self, state: State, input: Any, now: float) -> tuple[State, Sequence[Any]]:
+        state, commands = self._consume(state, input, now)
+        for settle in (self._expire, self._drain, self._dispatch, self._report, self._waits):
+            state, more = settle(state, now)
+            commands += more
+        return state, commands
+
+    def _consume(self, state: State, input: Any, now: float) -> Outcome:
+        match input:
+            case Delivered():
+                return self._event(state, input.envelope.body, now)
+            case Arrived():
+                request = Request(input.session, input.deadline_at, tuple(range(input.n)), now)
+                return _replace(state, requests={**state.requests, input.request: request}), []
+            case Answered() if input.call in state.calls:
+                return self._answered(state, input, now)
+            case CallFailed() if input.call in state.calls:
+                return self._failed(state, input, now)
+            case Left() if input.request in state.requests:
+                return _leave(state, input.request, now + self._grace)
+            case Booted():
+                return self._booted(state, input.boot)
+            case Listening():
+                return state, [Emit(GatewayReady(gateway=self._actor, boot=state.boot, url=input.url))]
+        return state, []
+
+    def _event(self, state: State, event: Any, now: float) -> Outcome:
+        match event:
+            case RefitRequested() if event.epoch > state.epoch:
+                return self._requested(state, event, now), []
+            case RefitCommitted() if event.epoch > (state.committed.epoch if state.committed else 0):
+                return self._committed(state, event, now)
+            case EngineReady():
+                avoided = _without(state.avoided, event.engine)
+                addresses = {**state.addresses, event.engine: Address(event.boot, event.url)}
+                return _replace(state, addresses=addresses, avoided=avoided), []
+            case EngineQuarantined():
+                return _lose(state, event.engine, event.boot, now)
+            case EngineDead():
+                return _lose(_forget(state, event.engine, event.boot), event.engine, event.boot, now)
+            case ActorBooted():
+                return _lose(_forget(state, event.actor, event.boot - 1), event.actor, event.boot - 1, now)
+            case GatewayReady() if (event.gateway, event.boot) == (self._actor, state.boot):
+                return _replace(state, current=True), []
+            case RunStopping():
+                return _replace(state, stopping=True), []
+        return state, []
+
+    def _booted(self, state: State, boot: int) -> Outcome:
+        """The connections of the boot before are gone; what it started on engines is of use to nobody."""
+        ghosts = (*state.ghosts, state.boot) if state.boot else ()
+        state = _replace(
+            state,
+            boot=boot,
+            current=False,
+            acked=0,
+            interrupted=0,
+            ghosts=ghosts,
+            requests={},
+            calls={},
+            sessions={},
+            avoided={},
+            stopping=False,
+        )
+        urls = tuple(address.url for address in state.addresses.values())
+        if not ghosts or not urls:
+            return state, [Announce()]
+        return state, [Announce(), AbortAll(urls, tuple(boot_prefix(self._actor, ghost) for ghost in ghosts))]
+
+    def _requested(self, state: State, event: RefitRequested, now: float) -> State:
+        began_at = event.deadline_at - self._refit.deadline_s
+        abort_at = now if event.drain == "interrupt" else began_at + ABORT_SHARE * self._refit.drain_deadline_s
+        drain = Drain(now, abort_at, began_at + END_SHARE * self._refit.drain_deadline_s)
+        return _replace(state, epoch=event.epoch, drain=drain)
+
+    def _committed(self, state: State, event: RefitCommitted, now: float) -> Outcome:
+        """Every engine of a commit proved itself idle: ghosts are gone, and a call still open is a broken one."""
+        state, commands = _abort(state, tuple(state.calls), now)
+        state = _replace(
+            state,
+            committed=Commit(event.epoch, event.version, event.engines),
+            epoch=max(state.epoch, event.epoch),
+            drain=state.drain if event.epoch < state.epoch else None,
+            avoided={},
+            sessions={},
+            ghosts=(),
+        )
+        return state, commands
+
+    def _answered(self, state: State, input: Answered, now: float) -> Outcome:
+        call = state.calls[input.call]
+        state = _replace(state, calls=_without(state.calls, input.call))
+        unfinished = tuple(part.sample for part in input.parts if part.finish == "abort")
+        if unfinished and not call.aborting:
+            state = _avoid(state, call.engine, now)
+        elif not call.aborting:
+            state = _replace(state, avoided=_without(state.avoided, call.engine))
+        if call.request not in state.requests:
+            return state, []
+        if unfinished:
+            return _requeue(state, call, unfinished, now), []
+        request = state.requests[call.request]
+        return _replace(state, requests=_without(state.requests, call.request)), [Reply(call.request, request.held_s)]
+
+    def _failed(self, state: State, input: CallFailed, now: float) -> Outcome:
+        call = state.calls[input.call]
+        state = _replace(state, calls=_without(state.calls, input.call))
+        if not call.aborting and input.kind != "data":
+            state = _avoid(state, call.engine, now)
+        if call.request not in state.requests:
+            return state, []
+        charged = input.kind == "infra" and not call.aborting
+        failures = state.requests[call.request].failures + charged
+        if input.kind == "data" or failures > self._retries:
+            refusal = Refuse(
+                call.request, "data" if input.kind == "data" else "infra", f"{call.engine}: {input.reason}"
+            )
+            return _replace(state, requests=_without(state.requests, call.request)), [refusal]
+        return _requeue(state, call, call.samples, now, failures), []
+
+    # --- after every input -------------------------------------------------------------------------------------------
+
+    def _expire(self, state: State, now: float) -> Outcome:
+        commands: list[Any] = []
+        for number, request in state.requests.items():
+            if now >= request.deadline_at:
+                if request.call is not None:
+                    where = f"generating on {state.calls[request.call].engine}"
+                else:
+                    where = cause_of(state)
+                commands.append(Refuse(number, "timeout", f"the deadline passed while {where}"))
+                state, more = _leave(state, number, now + self._grace)
+                commands += more
+        return state, commands
+
+    def _drain(self, state: State, now: float) -> Outcome:
+        if state.drain is None or now < state.drain.abort_at:
+            return state, []
+        return _abort(state, tuple(state.calls), state.drain.end_at, drained=True)
+
+    def _dispatch(self, state: State, now: float) -> Outcome:
+        if gate(state) != "open" or not (waiting := held(state)):
+            return state, []
+        requests, calls, sessions = dict(state.requests), dict(state.calls), dict(state.sessions)
+        load = load_of(state, now)
+        commands: list[Any] = []
+        last = state.last_call
+        for number in waiting if load else ():
+            request = requests[number]
+            engine = sessions.get(request.session, "")
+            if engine not in load:
+                engine = min(load, key=lambda name: (load[name], zlib.crc32(f"{request.session}/{name}".encode())))
+            last += 1
+            commands.append(command := self._call(state, last, number, engine))
+            calls[last] = InFlight(number, engine, command.boot, request.pending)
+            requests[number] = _replace(
+                request, pending=(), call=last, held_s=request.held_s + now - request.held_since
+            )
+            load[engine] += len(request.pending)
+            _remember(sessions, request.session, engine)
+        return _replace(state, requests=requests, calls=calls, sessions=sessions, last_call=last), commands
+
+    def _call(self, state: State, call: int, number: int, engine: str) -> Call:
+        assert state.committed is not None
+        address = state.addresses[engine]
+        return Call(
+            call=call,
+            request=number,
+            samples=state.requests[number].pending,
+            engine=engine,
+            boot=address.boot,
+            url=address.url,
+            epoch=state.committed.epoch,
+            version=state.committed.version,
+            rid=rid_prefix(self._actor, state.boot, call),
+        )
+
+    def _report(self, state: State, now: float) -> Outcome:
+        """Tell the coordinator, once an epoch and boot, that nothing of ours runs."""
+        if state.drain is None or not state.current or state.calls or state.acked == state.epoch:
+            return state, []
+        closed = GateClosed(
+            epoch=state.epoch,
+            gateway=self._actor,
+            boot=state.boot,
+            held=len(held(state)),
+            interrupted=state.interrupted,
+            seconds=now - state.drain.since,
+        )
+        return _replace(state, acked=state.epoch, interrupted=0), [Emit(closed)]
+
+    def _waits(self, state: State, now: float) -> Outcome:
+        """Announce what this step began or ceased to wait for."""
+        wanted: dict[str, tuple[str, float]] = {}
+        if gate(state) == "closing" and state.drain:
+            cause = f"{len(state.calls)} calls must end before the refit of epoch {state.epoch}"
+            wanted["drain"] = (cause, state.drain.end_at)
+        if waiting := held(state):
+            on = "engine" if gate(state) == "open" else "refit"
+            wanted[on] = (cause_of(state), min(state.requests[number].deadline_at for number in waiting))
+        ended = [on for on in state.waits if on not in wanted]
+        started = [on for on in wanted if on not in state.waits]
+        if not ended and not started:
+            return state, []
+        commands = [Emit(WaitEnded(actor=self._actor, on=on, seconds=now - state.waits[on])) for on in ended]
+        for on in started:
+            cause, deadline_at = wanted[on]
+            commands.append(Emit(WaitStarted(actor=self._actor, on=on, cause=cause, deadline_at=deadline_at)))
+        return _replace(state, waits={on: state.waits.get(on, now) for on in wanted}), commands
+
+
+# --- parts of a step -------------------------------------------------------------------------------------------------
+
+
+def _without(mapping: dict[Any, Any], key: Any) -> dict[Any, Any]:
+    return {name: value for name, value in mapping.items() if name != key} if key in mapping else mapping
+
+
+def _remember(sessions: dict[str, str], session: str, engine: str) -> None:
+    sessions[session] = engine
+    if len(sessions) > SESSIONS:
+        del sessions[next(iter(sessions))]
+
+
+def _abort(state: State, numbers: Iterable[int], deadline_at: float, drained: bool = False) -> Outcome:
+    """Abort those calls that are not being aborted already."""
+    fresh = [number for number in numbers if not state.calls[number].aborting]
+    if not fresh:
+        return state, []
+    marked = {number: _replace(state.calls[number], aborting=True, drained=drained) for number in fresh}
+    return _replace(state, calls={**state.calls, **marked}), [AbortCall(number, deadline_at) for number in fresh]
+
+
+def _leave(state: State, number: int, deadline_at: float) -> Outcome:
+    """Forget a request; its call stays counted until it ends."""
+    call = state.requests[number].call
+    state = _replace(state, requests=_without(state.requests, number))
+    return _abort(state, () if call is None else (call,), deadline_at)
+
+
+def _forget(state: State, engine: str, boot: int) -> State:
+    """Boots of `engine` up to `boot` are gone for good."""
+    address = state.addresses.get(engine)
+    if address is None or address.boot > boot:
+        return state
+    return _replace(state, addresses=_without(state.addresses, engine))
+
+
+def _lose(state: State, engine: str, boot: int, now: float) -> Outcome:
+    """Boots of `engine` up to `boot` serve no more: cut their calls off."""
+    if state.committed is not None:
+        kept = tuple(m for m in state.committed.engines if m.actor != engine or m.boot > boot)
+        state = _replace(state, committed=_replace(state.committed, engines=kept))
+    lost = [number for number, call in state.calls.items() if call.engine == engine and call.boot <= boot]
+    return _abort(state, lost, now)
+
+
+def _avoid(state: State, engine: str, now: float) -> State:
+    old = state.avoided.get(engine, Avoided(now, 0))
+    if now < old.until:
+        return state
+    pause = min(BACKOFF_S * 2.0**old.failures, BACKOFF_MAX_S)
+    return _replace(state, avoided={**state.avoided, engine: Avoided(now + pause, old.failures + 1)})
+
+
+def _requeue(state: State, call: InFlight, samples: tuple[int, ...], now: float, failures: int | None = None) -> State:
+    old = state.requests[call.request]
+    request = _replace(
+        old, pending=samples, call=None, held_since=now, failures=old.failures if failures is None else failures
+    )
+    interrupted = state.interrupted + call.drained
+    return _replace(state, requests={**state.requests, call.request: request}, interrupted=interrupted)

@@ -1,0 +1,244 @@
+"""What the gateway's core takes, asks for and remembers, and how requests are named on engines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+import msgspec
+
+from contracts.events import Member
+
+Finish = Literal["stop", "length", "abort"]
+FailKind = Literal["infra", "data", "timeout"]
+
+# --- local inputs ----------------------------------------------------------------------------------------------------
+
+
+class Listening(msgspec.Struct, frozen=True, tag="listening"):
+    """Result of `Announce`: the server accepts callers at `url`."""
+
+    url: str
+
+
+class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
+    """A valid request for `n` samples. Numbers rise and are never reused within a boot."""
+
+    request: int
+    n: int
+    session: str
+    deadline_at: float
+
+
+class Part(msgspec.Struct, frozen=True):
+    """What one call added to one sample; `abort` means that the sample must go on."""
+
+    sample: int
+    tokens: int
+    finish: Finish
+
+
+class Answered(msgspec.Struct, frozen=True, tag="answered"):
+    """A call ended with checked tokens for each of its samples."""
+
+    call: int
+    parts: tuple[Part, ...]
+
+
+class CallFailed(msgspec.Struct, frozen=True, tag="call_failed"):
+    """A call ended without any token. `not_serving`: the engine holds no lease for our epoch."""
+
+    call: int
+    kind: Literal["infra", "not_serving", "data"]
+    reason: str
+
+
+class Left(msgspec.Struct, frozen=True, tag="left"):
+    """The caller closed its connection."""
+
+    request: int
+
+
+# --- commands --------------------------------------------------------------------------------------------------------
+
+
+class Announce(msgspec.Struct, frozen=True):
+    """Let callers in, and say where (`Listening`)."""
+
+
+class Call(msgspec.Struct, frozen=True):
+    """Generate `samples` of `request` on an engine; their tokens are stamped (version, engine, boot)."""
+
+    call: int
+    request: int
+    samples: tuple[int, ...]
+    engine: str
+    boot: int
+    url: str
+    epoch: int
+    version: int
+    rid: str
+    """Prefix of the request ids of this call; see `rid_prefix`."""
+
+
+class AbortCall(msgspec.Struct, frozen=True):
+    """End a call: abort it at the engine, keep what it produced; at `deadline_at` cut the connection instead."""
+
+    call: int
+    deadline_at: float
+
+
+class AbortAll(msgspec.Struct, frozen=True):
+    """Abort at `urls` whatever runs under these request id prefixes, as far as they can be reached."""
+
+    urls: tuple[str, ...]
+    prefixes: tuple[str, ...]
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """All samples of `request` are finished: answer the caller."""
+
+    request: int
+    held_s: float
+
+
+class Refuse(msgspec.Struct, frozen=True):
+    """Answer the caller with an error."""
+
+    request: int
+    kind: FailKind
+    reason: str
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+class Address(msgspec.Struct, frozen=True):
+    boot: int
+    url: str
+
+
+class Commit(msgspec.Struct, frozen=True):
+    epoch: int
+    version: int
+    engines: tuple[Member, ...]
+
+
+class InFlight(msgspec.Struct, frozen=True):
+    """A call that may run on an engine. Its request may be gone already."""
+
+    request: int
+    engine: str
+    boot: int
+    samples: tuple[int, ...]
+    aborting: bool = False
+    drained: bool = False
+    """The abort came from a drain: its request counts as interrupted."""
+
+
+class Request(msgspec.Struct, frozen=True):
+    """`pending` samples wait for a call since `held_since`; those of `call` are in flight; the others are finished."""
+
+    session: str
+    deadline_at: float
+    pending: tuple[int, ...]
+    held_since: float
+    held_s: float = 0.0
+    failures: int = 0
+    call: int | None = None
+
+
+class Avoided(msgspec.Struct, frozen=True):
+    until: float
+    failures: int
+
+
+class Drain(msgspec.Struct, frozen=True):
+    since: float
+    abort_at: float
+    end_at: float
+
+
+class State(msgspec.Struct, frozen=True):
+    """`epoch` is the newest epoch heard of, `acked` the last one reported closed by this boot.
+
+    `current`: this boot has read the log up to its own start, so that no older refit can be news to it. `ghosts`:
+    earlier boots whose calls may still run on an engine.
+    """
+
+    boot: int = 0
+    epoch: int = 0
+    committed: Commit | None = None
+    current: bool = False
+    acked: int = 0
+    drain: Drain | None = None
+    interrupted: int = 0
+    addresses: dict[str, Address] = {}
+    avoided: dict[str, Avoided] = {}
+    requests: dict[int, Request] = {}
+    calls: dict[int, InFlight] = {}
+    last_call: int = 0
+    sessions: dict[str, str] = {}
+    ghosts: tuple[int, ...] = ()
+    waits: dict[str, float] = {}
+    stopping: bool = False
+
+
+def refitting(state: State) -> bool:
+    """A refit newer than the last commit was requested."""
+    return state.epoch > (state.committed.epoch if state.committed else 0)
+
+
+def gate(state: State) -> Literal["open", "closing", "closed"]:
+    """Open: calls may be dispatched. Closing: none may, and some are still in flight."""
+    if state.current and state.committed is not None and not refitting(state):
+        return "open"
+    return "closing" if state.calls else "closed"
+
+
+def held(state: State) -> list[int]:
+    """Requests with samples to send, in order of arrival."""
+    return [number for number, request in state.requests.items() if request.pending]
+
+
+def reachable(state: State) -> Iterator[Member]:
+    """Members of the last commit whose address is known."""
+    for member in state.committed.engines if state.committed else ():
+        address = state.addresses.get(member.actor)
+        if address is not None and address.boot == member.boot:
+            yield member
+
+
+def load_of(state: State, now: float) -> dict[str, int]:
+    """Samples in flight on each engine that may be sent more."""
+    load = {}
+    for member in reachable(state):
+        avoided = state.avoided.get(member.actor)
+        if avoided is None or now >= avoided.until:
+            load[member.actor] = 0
+    for call in state.calls.values():
+        if call.engine in load:
+            load[call.engine] += len(call.samples)
+    return load
+
+
+def cause_of(state: State) -> str:
+    """Why requests are held."""
+    if gate(state) == "open":
+        return "no engine of the committed fleet answers"
+    return f"the gate is closed for the refit of epoch {state.epoch}" if state.epoch else "no refit is committed yet"
+
+
+def boot_prefix(gateway: str, boot: int) -> str:
+    """What the ids of all requests of one boot begin with, and no other id does."""
+    return f"{gateway}-{boot:08d}-"
+
+
+def rid_prefix(gateway: str, boot: int, call: int) -> str:
+    """What the ids of all requests of one call begin with. Engines abort by prefix, hence the fixed widths."""
+    return f"{boot_prefix(gateway, boot)}{call:010d}-"
+
+
+def rid(prefix: str, sample: int) -> str:
+    """The id of one sample's request in the call with this prefix."""
+    return f"{prefix}{sample:04d}"
