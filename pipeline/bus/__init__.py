@@ -1,0 +1,57 @@
+"""The bus: typed, fenced, exactly-once effects on Redis streams. Entries are bytes.
+
+    bus = await Bus.connect(url, run, actor="collector-0")
+    boot, seq = await bus.boot()
+    inputs = await bus.read_inputs({"tasks": 4}, cursors, "readers", block_ms=1000)
+    await bus.commit(Commit(boot=boot, seq_from=seq, seq_to=seq + 1, journal=[record], adds=[("trajectories", data)]))
+"""
+
+from __future__ import annotations
+
+from pipeline.bus.client import Bus
+from pipeline.bus.errors import (
+    BusError,
+    BusUnavailable,
+    Fenced,
+    LeaseLostError,
+    PayloadMissing,
+    RegisterStale,
+    SequenceConflict,
+    TooLarge,
+)
+from pipeline.bus.keys import Keys
+from pipeline.bus.model import (
+    Claimed,
+    Commit,
+    Committed,
+    Depth,
+    Inputs,
+    Lease,
+    Limits,
+    Position,
+    Trimmed,
+    WorkEntry,
+)
+
+__all__ = [
+    "Bus",
+    "BusError",
+    "BusUnavailable",
+    "Claimed",
+    "Commit",
+    "Committed",
+    "Depth",
+    "Fenced",
+    "Inputs",
+    "Keys",
+    "Lease",
+    "LeaseLostError",
+    "Limits",
+    "PayloadMissing",
+    "Position",
+    "RegisterStale",
+    "SequenceConflict",
+    "TooLarge",
+    "Trimmed",
+    "WorkEntry",
+]

@@ -1,0 +1,107 @@
+"""What the bus takes and gives. Entries, payloads, journal records and snapshots are bytes; nothing here knows events."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from contracts.core import Entry
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Sizes checked before anything is sent, in bytes."""
+
+    entry: int = 1 << 20
+    """One stream entry, journal record or snapshot field."""
+    payload: int = 64 << 20
+    """One payload or snapshot."""
+
+
+class WorkEntry(msgspec.Struct, frozen=True):
+    """An entry of a work stream, now owned by this actor. `deliveries` counts this delivery too, so it is >= 1."""
+
+    stream: str
+    entry: str
+    data: bytes
+    deliveries: int
+
+
+class Lease(msgspec.Struct, frozen=True):
+    """A work entry as a consumer group's member holds it."""
+
+    stream: str
+    group: str
+    entry: str
+
+
+class Position(msgspec.Struct, frozen=True):
+    """How far this actor has read a broadcast stream."""
+
+    stream: str
+    entry: str
+
+
+class Commit(msgspec.Struct, frozen=True, kw_only=True):
+    """One transaction of an actor: all of it is written, or nothing.
+
+    Invariants: `seq_to > seq_from`, and `journal` holds one record for each of `seq_from + 1 .. seq_to`. An acked entry
+    that another actor owns counts as a lost lease; one that nobody owns is ignored.
+    """
+
+    boot: int
+    seq_from: int
+    """The last committed sequence number, as this actor knows it."""
+    seq_to: int
+    journal: Sequence[bytes]
+    leases: Sequence[Lease] = ()
+    """Entries that must still be this actor's."""
+    registers: Sequence[tuple[str, int]] = ()
+    """Registers to raise, each above its stored value; values below 2**53."""
+    payloads: Sequence[tuple[str, bytes]] = ()
+    adds: Sequence[tuple[str, bytes]] = ()
+    """(stream, entry) in the order of the streams."""
+    acks: Sequence[Lease] = ()
+    cursors: Sequence[Position] = ()
+    deletes: Sequence[str] = ()
+    """Payloads to release."""
+    snapshot: bytes | None = None
+    """The state after `seq_to`."""
+    keep_journal: bool = True
+    """With a snapshot: False drops the journal up to `seq_to`."""
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """`entries` are the ids of `Commit.adds`, in order. `again`: an earlier try had already been applied."""
+
+    entries: tuple[str, ...]
+    again: bool
+
+
+class Claimed(msgspec.Struct, frozen=True):
+    """Work taken over from idle readers. `deleted` are ids that were owed but are gone from the stream: data was lost."""
+
+    entries: list[WorkEntry]
+    deleted: list[str]
+
+
+class Inputs(msgspec.Struct, frozen=True):
+    """One reading. Feed `events` first: they hold every broadcast event that was stored before any entry of `work`."""
+
+    events: list[Entry]
+    work: list[WorkEntry]
+
+
+class Trimmed(msgspec.Struct, frozen=True):
+    """`removed` entries; `first` is the id of the oldest one left, None if the stream is empty."""
+
+    removed: int
+    first: str | None
+
+
+class Depth(msgspec.Struct, frozen=True):
+    """`length` entries are in the stream; the group owes `lag` undelivered (None: unknown) and `pending` unacked ones."""
+
+    length: int
+    pending: int
+    lag: int | None
