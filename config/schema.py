@@ -21,7 +21,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of all sections."""
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True, kw_only=True):
     """Which weights to train."""
 
     source: str = "random"
@@ -31,7 +31,7 @@ class ModelConfig(Section):
     dtype: Literal["float32", "bfloat16"] = "float32"
 
 
-class ProducerConfig(Section):
+class ProducerConfig(Section, frozen=True, kw_only=True):
     """Where tasks come from and who scores them."""
 
     name: str = "reasoning_gym"
@@ -40,7 +40,7 @@ class ProducerConfig(Section):
     """Longest wait for the producer's next task before the run fails with its name."""
 
 
-class RolloutConfig(Section):
+class RolloutConfig(Section, frozen=True, kw_only=True):
     """How samples are generated."""
 
     samples: Annotated[int, msgspec.Meta(ge=2)] = 8
@@ -58,7 +58,7 @@ class RolloutConfig(Section):
     """Groups that one collector works on at a time."""
 
 
-class BufferConfig(Section):
+class BufferConfig(Section, frozen=True, kw_only=True):
     """How groups become batches."""
 
     groups: Positive = 16
@@ -76,7 +76,7 @@ class BufferConfig(Section):
     """Drop groups whose valid samples all have one reward (no gradient) instead of training on them."""
 
 
-class LossConfig(Section):
+class LossConfig(Section, frozen=True, kw_only=True):
     """The GRPO objective; see docs/reference/objective.md for the formulas."""
 
     clip_low: Fraction = 0.2
@@ -92,7 +92,7 @@ class LossConfig(Section):
     entropy_coef: NonNegativeFloat = 0.0
 
 
-class TrainerConfig(Section):
+class TrainerConfig(Section, frozen=True, kw_only=True):
     """Optimizer and step."""
 
     backend: Literal["torch"] = "torch"
@@ -114,13 +114,13 @@ class TrainerConfig(Section):
     loss: LossConfig = LossConfig()
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(Section, frozen=True, kw_only=True):
     every: Positive = 1
     """Optimizer steps between checkpoints; the last step is always saved."""
     keep: Positive = 2
 
 
-class EngineConfig(Section):
+class EngineConfig(Section, frozen=True, kw_only=True):
     """The inference fleet."""
 
     kind: Literal["torch", "sglang", "external"] = "torch"
@@ -142,7 +142,7 @@ class EngineConfig(Section):
     """Server restarts an engine actor may use up before it fails for good."""
 
 
-class RefitConfig(Section):
+class RefitConfig(Section, frozen=True, kw_only=True):
     """The weight update barrier."""
 
     every: Positive = 1
@@ -161,7 +161,7 @@ class RefitConfig(Section):
     """Failed epochs in a row after which the run fails."""
 
 
-class GatewayConfig(Section):
+class GatewayConfig(Section, frozen=True, kw_only=True):
     count: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """0 lets the system choose."""
@@ -171,19 +171,19 @@ class GatewayConfig(Section):
     max_body_mib: Positive = 16
 
 
-class NetworkConfig(Section):
+class NetworkConfig(Section, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     """Address that servers bind and announce; `auto` takes the node's own address on a cluster."""
 
 
-class BrokerConfig(Section):
+class BrokerConfig(Section, frozen=True, kw_only=True):
     appendfsync: Literal["everysec", "always"] = "everysec"
     start_deadline_s: Seconds = 15.0
     outage_s: Seconds = 60.0
     """Longest loss of the store that actors wait out before they exit."""
 
 
-class RecorderConfig(Section):
+class RecorderConfig(Section, frozen=True, kw_only=True):
     segment_mib: Annotated[float, msgspec.Meta(gt=0)] = 16.0
     segment_s: Seconds = 60.0
     payloads: bool = True
@@ -191,14 +191,14 @@ class RecorderConfig(Section):
     tensorboard: bool = True
 
 
-class EvalConfig(Section):
+class EvalConfig(Section, frozen=True, kw_only=True):
     every: NonNegative = 0
     """Optimizer steps between held-out evaluations; 0 never."""
     groups: Positive = 16
     samples: Positive = 1
 
 
-class LaunchConfig(Section):
+class LaunchConfig(Section, frozen=True, kw_only=True):
     ray_address: str | None = None
     """None starts a local Ray; `auto` or `host:port` joins a cluster."""
     start_deadline_s: Seconds = 180.0
@@ -210,7 +210,7 @@ class LaunchConfig(Section):
     restart_window_s: Seconds = 120.0
 
 
-class RunConfig(Section):
+class RunConfig(Section, frozen=True, kw_only=True):
     """One run."""
 
     name: str = "run"

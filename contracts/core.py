@@ -167,9 +167,11 @@ class Context(Protocol):
     clock: Clock
     log: Any
     config: Any
-    store: Store
     run_dir: str
     """Where the run keeps its files; on a cluster, a directory of this node unless it is shared."""
+
+    @property
+    def store(self) -> Store: ...
 
     def deliver(self, input: Any) -> None:
         """Hand a local input to the core; callable from any thread."""

@@ -77,7 +77,7 @@ STREAM_OF: Mapping[type, str] = {kind: name for name, union in STREAMS.items() f
 """Event kind -> the one stream it travels on."""
 
 
-def encode(envelope: Envelope[Event]) -> bytes:
+def encode(envelope: Envelope[Any]) -> bytes:
     """Encode to msgpack. Raises `ContractError` when the body's kind does not belong to `envelope.stream`."""
     home = STREAM_OF.get(type(envelope.body))
     if home != envelope.stream:

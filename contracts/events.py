@@ -37,7 +37,7 @@ class PayloadRef(msgspec.Struct, frozen=True):
 # --- tasks -----------------------------------------------------------------------------------------------------------
 
 
-class TaskIssued(Record, tag="task.issued"):
+class TaskIssued(Record, frozen=True, kw_only=True, tag="task.issued"):
     """Source -> one collector: roll out one prompt group of `samples` samples.
 
     Emitted when credit allows. `index` is dense and never reused; `task` is the producer's stable id. `payload` is the
@@ -66,7 +66,7 @@ class Provenance(msgspec.Struct, frozen=True):
     boot: int
 
 
-class TrajectoryFinished(Record, tag="trajectory.finished"):
+class TrajectoryFinished(Record, frozen=True, kw_only=True, tag="trajectory.finished"):
     """Collector -> buffer: one sample of a group is rolled out and scored.
 
     `payload` holds the encoded `contracts.trajectory.Trajectory`. `valid` is False when the sample must enter neither
@@ -92,7 +92,7 @@ class TrajectoryFinished(Record, tag="trajectory.finished"):
     stop_reason: str = "stop"
 
 
-class SampleFailed(Record, tag="sample.failed"):
+class SampleFailed(Record, frozen=True, kw_only=True, tag="sample.failed"):
     """Collector -> buffer: a sample failed for good, its retry budget spent. The group goes on without it."""
 
     task: str
@@ -128,7 +128,7 @@ class GroupRef(msgspec.Struct, frozen=True):
     samples: tuple[SampleRef, ...]
 
 
-class BatchReady(Record, tag="batch.ready"):
+class BatchReady(Record, frozen=True, kw_only=True, tag="batch.ready"):
     """Buffer -> trainer: the groups of one optimizer step.
 
     `batch` is dense and never reused. The trainer acks the entry when a durable checkpoint covers the step, so an
@@ -144,13 +144,13 @@ BatchesEvent = BatchReady
 # --- ledger ----------------------------------------------------------------------------------------------------------
 
 
-class CreditGranted(Record, tag="credit.granted"):
+class CreditGranted(Record, frozen=True, kw_only=True, tag="credit.granted"):
     """Buffer -> source: train tasks with `index < total` may be issued. Cumulative, so a repeat is harmless."""
 
     total: int
 
 
-class GroupDropped(Record, tag="group.dropped"):
+class GroupDropped(Record, frozen=True, kw_only=True, tag="group.dropped"):
     """Buffer -> all: a group will never be trained, and why. Its credit returns to the source."""
 
     task: str
@@ -159,7 +159,7 @@ class GroupDropped(Record, tag="group.dropped"):
     samples: int
 
 
-class TrajectoryRejected(Record, tag="trajectory.rejected"):
+class TrajectoryRejected(Record, frozen=True, kw_only=True, tag="trajectory.rejected"):
     """Buffer -> all: one delivered trajectory was not admitted (duplicate, uncommitted source, closed group, ...)."""
 
     task: str
@@ -168,7 +168,7 @@ class TrajectoryRejected(Record, tag="trajectory.rejected"):
     reason: str
 
 
-class EvalFinished(Record, tag="eval.finished"):
+class EvalFinished(Record, frozen=True, kw_only=True, tag="eval.finished"):
     """Buffer -> all: held-out rewards of one version."""
 
     version: int
@@ -177,7 +177,7 @@ class EvalFinished(Record, tag="eval.finished"):
     samples: int
 
 
-class BufferDepth(Record, tag="buffer.depth"):
+class BufferDepth(Record, frozen=True, kw_only=True, tag="buffer.depth"):
     """Buffer -> all, with each batch: groups left after the pick, and its staleness histogram (lag -> samples)."""
 
     batch: int
@@ -192,7 +192,7 @@ LedgerEvent = CreditGranted | GroupDropped | TrajectoryRejected | EvalFinished |
 # --- policy ----------------------------------------------------------------------------------------------------------
 
 
-class PolicyReady(Record, tag="policy.ready"):
+class PolicyReady(Record, frozen=True, kw_only=True, tag="policy.ready"):
     """Trainer -> all: weights of `version` are in memory, at start or after a restore.
 
     After a restore, versions above `parent_version` in the old lineage are abandoned: `abandoned` lists them.
@@ -206,7 +206,7 @@ class PolicyReady(Record, tag="policy.ready"):
     abandoned: tuple[int, ...] = ()
 
 
-class StepFinished(Record, tag="step.finished"):
+class StepFinished(Record, frozen=True, kw_only=True, tag="step.finished"):
     """Trainer -> all: one optimizer step done. `version` is new, never reused, and derived from `parent_version`.
 
     `metrics` are scalars by name; `seconds` is the step alone, `waited_s` the time the trainer had no batch.
@@ -224,7 +224,7 @@ class StepFinished(Record, tag="step.finished"):
     tasks: tuple[int, ...]
 
 
-class CheckpointSaved(Record, tag="checkpoint.saved"):
+class CheckpointSaved(Record, frozen=True, kw_only=True, tag="checkpoint.saved"):
     """Trainer -> all: a durable checkpoint of `version` at `path` covers every batch up to and including `batch`.
 
     The batches are acked in the same script; their payloads may be deleted once archived.
@@ -238,7 +238,7 @@ class CheckpointSaved(Record, tag="checkpoint.saved"):
     seconds: float
 
 
-class TrainingFinished(Record, tag="training.finished"):
+class TrainingFinished(Record, frozen=True, kw_only=True, tag="training.finished"):
     """Trainer -> driver: the configured number of steps is trained and covered by a checkpoint."""
 
     version: int
@@ -267,7 +267,7 @@ class Bucket(msgspec.Struct, frozen=True):
     size: int
 
 
-class RefitRequested(Record, tag="refit.requested"):
+class RefitRequested(Record, frozen=True, kw_only=True, tag="refit.requested"):
     """Coordinator -> all, before any side effect: the barrier of `epoch` begins.
 
     Gateways close their gates and drain, engines stop admitting and drain, the trainer offers the weights of
@@ -283,7 +283,7 @@ class RefitRequested(Record, tag="refit.requested"):
     deadline_at: float
 
 
-class GateClosed(Record, tag="gate.closed"):
+class GateClosed(Record, frozen=True, kw_only=True, tag="gate.closed"):
     """Gateway -> coordinator: admits nothing since, and none of its requests runs on an engine any more."""
 
     epoch: int
@@ -294,7 +294,7 @@ class GateClosed(Record, tag="gate.closed"):
     seconds: float
 
 
-class EngineDrained(Record, tag="engine.drained"):
+class EngineDrained(Record, frozen=True, kw_only=True, tag="engine.drained"):
     """Engine -> coordinator: no request runs, proved by a cache flush that answered success."""
 
     epoch: int
@@ -303,7 +303,7 @@ class EngineDrained(Record, tag="engine.drained"):
     seconds: float
 
 
-class TransferOffered(Record, tag="transfer.offered"):
+class TransferOffered(Record, frozen=True, kw_only=True, tag="transfer.offered"):
     """Trainer -> coordinator and engines: a frozen copy of `version` is ready to be sent as `buckets`.
 
     `digest` is `contracts.weights.digest` of the copy. Receivers meet rank 0 at `address:port`.
@@ -328,7 +328,7 @@ class Rank(msgspec.Struct, frozen=True):
     ranks: int
 
 
-class TransferStarted(Record, tag="transfer.started"):
+class TransferStarted(Record, frozen=True, kw_only=True, tag="transfer.started"):
     """Coordinator -> trainer and engines: everything is drained; broadcast now.
 
     With `fresh`, `group` is a new weight-update group that all members first join; otherwise it exists.
@@ -342,7 +342,7 @@ class TransferStarted(Record, tag="transfer.started"):
     world_size: int
 
 
-class TransferFinished(Record, tag="transfer.finished"):
+class TransferFinished(Record, frozen=True, kw_only=True, tag="transfer.finished"):
     """Trainer -> coordinator: every bucket left rank 0. Says nothing about the receivers."""
 
     epoch: int
@@ -351,7 +351,7 @@ class TransferFinished(Record, tag="transfer.finished"):
     bytes: int
 
 
-class TransferFailed(Record, tag="transfer.failed"):
+class TransferFailed(Record, frozen=True, kw_only=True, tag="transfer.failed"):
     """Trainer -> coordinator: the transfer ended in an error or at its deadline; the communicator is aborted."""
 
     epoch: int
@@ -360,7 +360,7 @@ class TransferFailed(Record, tag="transfer.failed"):
     reason: str
 
 
-class EngineLoaded(Record, tag="engine.loaded"):
+class EngineLoaded(Record, frozen=True, kw_only=True, tag="engine.loaded"):
     """Engine -> coordinator: all buckets loaded, cache flushed. `digest` of what it holds, empty if it can't tell."""
 
     epoch: int
@@ -370,7 +370,7 @@ class EngineLoaded(Record, tag="engine.loaded"):
     seconds: float
 
 
-class EngineFailed(Record, tag="engine.failed"):
+class EngineFailed(Record, frozen=True, kw_only=True, tag="engine.failed"):
     """Engine -> coordinator: this engine can't go on with the epoch; it is UNCERTAIN from now on."""
 
     epoch: int
@@ -381,7 +381,7 @@ class EngineFailed(Record, tag="engine.failed"):
     reason: str
 
 
-class RefitCommitted(Record, tag="refit.committed"):
+class RefitCommitted(Record, frozen=True, kw_only=True, tag="refit.committed"):
     """Coordinator -> all: `engines` serve `version`; gates open. At most one commit an epoch.
 
     `pause_s` runs from refit.requested to this event, `transfer_s` is the broadcast alone.
@@ -398,7 +398,7 @@ class RefitCommitted(Record, tag="refit.committed"):
     bytes: int
 
 
-class EngineQuarantined(Record, tag="engine.quarantined"):
+class EngineQuarantined(Record, frozen=True, kw_only=True, tag="engine.quarantined"):
     """Coordinator -> all: this boot of the engine may not serve. A complete load in a later epoch lets it rejoin."""
 
     epoch: int
@@ -407,7 +407,7 @@ class EngineQuarantined(Record, tag="engine.quarantined"):
     reason: str
 
 
-class RefitFailed(Record, tag="refit.failed"):
+class RefitFailed(Record, frozen=True, kw_only=True, tag="refit.failed"):
     """Coordinator -> all: the epoch ended without a commit; nothing serves; a new epoch follows by itself."""
 
     epoch: int
@@ -434,7 +434,7 @@ RefitEvent = (
 # --- fleet -----------------------------------------------------------------------------------------------------------
 
 
-class ActorBooted(Record, tag="actor.booted"):
+class ActorBooted(Record, frozen=True, kw_only=True, tag="actor.booted"):
     """Any actor -> all: a process took over `actor` as boot `boot`; every earlier boot is fenced off."""
 
     actor: str
@@ -443,7 +443,7 @@ class ActorBooted(Record, tag="actor.booted"):
     host: str
 
 
-class EngineReady(Record, tag="engine.ready"):
+class EngineReady(Record, frozen=True, kw_only=True, tag="engine.ready"):
     """Engine -> coordinator and gateways: its server answers, holding unknown weights: UNCERTAIN until a commit."""
 
     engine: str
@@ -453,7 +453,7 @@ class EngineReady(Record, tag="engine.ready"):
     seconds: float
 
 
-class GatewayReady(Record, tag="gateway.ready"):
+class GatewayReady(Record, frozen=True, kw_only=True, tag="gateway.ready"):
     """Gateway -> coordinator and collectors: it listens at `url`, its gate closed until the next commit it sees."""
 
     gateway: str
@@ -461,7 +461,7 @@ class GatewayReady(Record, tag="gateway.ready"):
     url: str
 
 
-class EngineDead(Record, tag="engine.dead"):
+class EngineDead(Record, frozen=True, kw_only=True, tag="engine.dead"):
     """Engine -> all: its server process ended or stopped answering; the boot that ran it is gone."""
 
     engine: str
@@ -474,32 +474,32 @@ FleetEvent = ActorBooted | EngineReady | GatewayReady | EngineDead
 # --- control ---------------------------------------------------------------------------------------------------------
 
 
-class RunStarted(Record, tag="run.started"):
+class RunStarted(Record, frozen=True, kw_only=True, tag="run.started"):
     """Driver -> all: the run begins, or goes on when `resumed`."""
 
     config_digest: str
     resumed: bool = False
 
 
-class RunStopping(Record, tag="run.stopping"):
+class RunStopping(Record, frozen=True, kw_only=True, tag="run.stopping"):
     """Driver -> all: finish what is in hand, save, and leave."""
 
     reason: str
 
 
-class RunFinished(Record, tag="run.finished"):
+class RunFinished(Record, frozen=True, kw_only=True, tag="run.finished"):
     """Driver -> recorder: the last event of a run; nothing follows it."""
 
     reason: str
 
 
-class DataExhausted(Record, tag="data.exhausted"):
+class DataExhausted(Record, frozen=True, kw_only=True, tag="data.exhausted"):
     """Source -> all: the producer has no more tasks; `issued` train tasks went out."""
 
     issued: int
 
 
-class ActorFailed(Record, tag="actor.failed"):
+class ActorFailed(Record, frozen=True, kw_only=True, tag="actor.failed"):
     """Any actor -> driver: something went wrong that a person should see. With `fatal` the run ends with an error."""
 
     actor: str
@@ -508,7 +508,18 @@ class ActorFailed(Record, tag="actor.failed"):
     fatal: bool
 
 
-class WaitStarted(Record, tag="wait.started"):
+class DataLost(Record, frozen=True, kw_only=True, tag="bus.data_lost"):
+    """Any actor -> all: entries that were owed to a reader are gone from the stream, or could not be read.
+
+    `entries` are their ids; unreadable ones are kept in the stream's dead-letter stream.
+    """
+
+    stream: str
+    entries: tuple[str, ...]
+    reason: str
+
+
+class WaitStarted(Record, frozen=True, kw_only=True, tag="wait.started"):
     """Any actor -> all: it can't go on until `on` acts. Every wait has a deadline (None: bounded by the run)."""
 
     actor: str
@@ -517,7 +528,7 @@ class WaitStarted(Record, tag="wait.started"):
     deadline_at: float | None = None
 
 
-class WaitEnded(Record, tag="wait.ended"):
+class WaitEnded(Record, frozen=True, kw_only=True, tag="wait.ended"):
     """Any actor -> all: the wait that it announced is over."""
 
     actor: str
@@ -525,7 +536,7 @@ class WaitEnded(Record, tag="wait.ended"):
     seconds: float
 
 
-ControlEvent = RunStarted | RunStopping | RunFinished | DataExhausted | ActorFailed | WaitStarted | WaitEnded
+ControlEvent = RunStarted | RunStopping | RunFinished | DataExhausted | ActorFailed | DataLost | WaitStarted | WaitEnded
 
 Event = (
     TasksEvent | TrajectoriesEvent | BatchesEvent | LedgerEvent | PolicyEvent | RefitEvent | FleetEvent | ControlEvent

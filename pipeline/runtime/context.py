@@ -36,8 +36,12 @@ class ActorContext:
         self.clock = runtime.clock
         self.log = runtime.log
         self.config = runtime.config
-        self.store = BusStore(runtime.bus)
+        self._store = BusStore(runtime.bus)
         self.run_dir = runtime.run_dir
+
+    @property
+    def store(self) -> BusStore:
+        return self._store
 
     def deliver(self, input: Any) -> None:
         """Hand a local input to the core; callable from any thread."""

@@ -11,10 +11,11 @@ import asyncio
 import contextlib
 import os
 import socket
-import time
 from collections import deque
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
+
+import msgspec
 
 from contracts.core import (
     Ack,
@@ -30,10 +31,10 @@ from contracts.core import (
     Shell,
     Tick,
 )
-from contracts.envelope import STREAM_OF, Envelope, encode
+from contracts.envelope import STREAM_OF, ContractError, Envelope, encode
 from contracts.envelope import decode as decode_envelope
-from contracts.events import ActorBooted, PayloadRef
-from pipeline.bus import Bus, Commit, Lease, LeaseLostError, Position
+from contracts.events import ActorBooted, DataLost, kind
+from pipeline.bus import Bus, Commit, Lease, LeaseLostError, Position, WorkEntry
 from pipeline.runtime.context import ActorContext
 from pipeline.runtime.journal import Journal
 
@@ -43,6 +44,8 @@ SNAPSHOT_EVERY = 2000
 """Inputs between snapshots of a core's state."""
 LEASE_S = 30.0
 """Idle time after which another reader may take over a work entry; renewed at a quarter of it."""
+DELIVERIES = 8
+"""Times a work entry is handed out before it goes to the dead-letter stream."""
 GROUP = "readers"
 """Consumer group of every work stream."""
 
@@ -70,6 +73,8 @@ class Runtime:
         self._held: set[Ref] = set()
         self._cursors: dict[str, str] = dict.fromkeys(self.core.watch, "0-0")
         self._seen: dict[str, str] = {}
+        self._stored: dict[str, str] = {}
+        self._announced = 0
         self._payloads: dict[str, bytes] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._failure: BaseException | None = None
@@ -93,9 +98,9 @@ class Runtime:
             await self.shell.start(context)
             await self._commit([Booted(self.boot)])
             self._spawn(self._follow())
+            self._spawn(self._keep())
             if self.core.work:
                 self._spawn(self._work())
-                self._spawn(self._keep())
             while not (self.core.done(self.state) and not self._inputs):
                 await self._turn()
         finally:
@@ -114,7 +119,7 @@ class Runtime:
             raise RuntimeError(f"journal of {self.actor} ends at {self.seq}, the store committed {seq}")
         stored = await self.bus.cursors()
         self._cursors.update({s: c for s, c in stored.items() if s in self._cursors})
-        self._seen = dict(self._cursors)
+        self._seen, self._stored = dict(self._cursors), dict(self._cursors)
 
     async def _turn(self) -> None:
         """Wait for inputs or the core's next deadline, then commit one batch."""
@@ -154,7 +159,7 @@ class Runtime:
         self._settle(attempt)
 
     def _settle(self, attempt: Attempt) -> None:
-        self.state, self.seq, self.epoch = attempt.state, attempt.seq, attempt.epoch
+        self.state, self.seq = attempt.state, attempt.seq
         if attempt.commit.snapshot is not None:
             self._snapshot_seq = attempt.seq
         self._cursors = attempt.cursors
@@ -218,14 +223,49 @@ class Runtime:
             entries = await self.bus.read_work(counts, GROUP, block_ms=1000)
             if self._seen and entries:
                 self._feed(await self.bus.read_after(self._seen, count=1_000_000, block_ms=None))
-            self._take(entries)
+            await self._take(entries)
 
-    def _take(self, entries: Sequence[Any]) -> None:
+    async def _take(self, entries: Sequence[WorkEntry]) -> None:
         for item in entries:
+            if item.deliveries > DELIVERIES:
+                await self._bury(item, f"delivered {item.deliveries} times without an ack")
+                continue
+            try:
+                envelope = decode_envelope(item.stream, item.data)
+            except ContractError as error:
+                await self._bury(item, str(error))
+                continue
             ref = Ref(item.stream, item.entry)
             self._held.add(ref)
             self._queued[item.stream] += 1
-            self.push([Delivered(ref, decode_envelope(item.stream, item.data), item.deliveries)])
+            self.push([Delivered(ref, envelope, item.deliveries)])
+
+    async def _bury(self, item: WorkEntry, reason: str) -> None:
+        await self.bus.bury(item.stream, GROUP, item.entry, reason=reason, now=self.clock.now())
+        await self.announce(DataLost(stream=item.stream, entries=(item.entry,), reason=reason))
+
+    async def announce(self, event: Any) -> None:
+        """Append an event that no step of the core asked for."""
+        self._announced += 1
+        name = f"{self.actor}:{self.boot}+{self._announced}"
+        self.log.warning("announced", **{"kind": kind(event), **msgspec.to_builtins(event)})
+        await self.bus.post(STREAM_OF[type(event)], encode(self.envelope(name, event)))
+
+    def envelope(self, id: str, event: Any, cause: str | None = None, correlation: str | None = None) -> Envelope[Any]:
+        """The envelope of an event that this boot emits now."""
+        return Envelope(
+            id=id,
+            run=self.run_id,
+            stream=STREAM_OF[type(event)],
+            actor=self.actor,
+            boot=self.boot,
+            epoch=max(self.epoch, getattr(event, "epoch", 0)),
+            wall_ns=int(self.clock.now() * 1e9),
+            mono_ns=self.clock.monotonic_ns(),
+            body=event,
+            causation_id=cause,
+            correlation_id=correlation,
+        )
 
     async def _keep(self) -> None:
         """Renew the leases on entries in hand, and take over those that others left."""
@@ -240,7 +280,17 @@ class Runtime:
                     self.push([LeaseLost(refs)])
                 room = self._intake().get(stream, 0)
                 if room:
-                    self._take(await self.bus.claim_idle(stream, GROUP, int(LEASE_S * 1000), room))
+                    await self._claim(stream, room)
+            if self._cursors != self._stored:
+                await self.bus.advance(self.boot, self._cursors)
+                self._stored = dict(self._cursors)
+
+    async def _claim(self, stream: str, room: int) -> None:
+        claimed = await self.bus.claim_idle(stream, GROUP, int(LEASE_S * 1000), room)
+        if claimed.deleted:
+            reason = "deleted from the stream while owed to a reader"
+            await self.announce(DataLost(stream=stream, entries=tuple(claimed.deleted), reason=reason))
+        await self._take(claimed.entries)
 
     # --- tasks ---
 
@@ -263,7 +313,6 @@ class Attempt:
         self._runtime = runtime
         self.state = runtime.state
         self.seq = runtime.seq
-        self.epoch = runtime.epoch
         self.cursors = dict(runtime._cursors)
         self.journal: list[bytes] = []
         self.commands: list[Any] = []
@@ -299,7 +348,7 @@ class Attempt:
 
     def _passed(self, input: Delivered) -> None:
         ref = input.ref
-        self.epoch = max(self.epoch, getattr(input.envelope.body, "epoch", 0))
+        self._runtime.epoch = max(self._runtime.epoch, getattr(input.envelope.body, "epoch", 0))
         if ref.stream in self.cursors:
             self.cursors[ref.stream] = ref.entry
         else:
@@ -320,25 +369,15 @@ class Attempt:
 
     def _emit(self, command: Emit, ordinal: int, input: Any) -> None:
         runtime = self._runtime
-        envelope = Envelope(
-            id=f"{runtime.actor}:{self.seq}.{ordinal}",
-            run=runtime.run_id,
-            stream=STREAM_OF[type(command.event)],
-            actor=runtime.actor,
-            boot=runtime.boot,
-            epoch=max(self.epoch, getattr(command.event, "epoch", 0)),
-            wall_ns=time.time_ns(),
-            mono_ns=time.monotonic_ns(),
-            body=command.event,
-            causation_id=input.envelope.id if isinstance(input, Delivered) else None,
-            correlation_id=command.correlation,
-        )
+        name = f"{runtime.actor}:{self.seq}.{ordinal}"
+        cause = input.envelope.id if isinstance(input, Delivered) else None
+        envelope = runtime.envelope(name, command.event, cause, command.correlation)
         self._adds.append((envelope.stream, encode(envelope)))
         if command.lease is not None:
             self._leases[command.lease] = None
         if command.payload is not None:
-            reference: PayloadRef = command.event.payload  # pyright: ignore[reportAttributeAccessIssue]
-            self._blobs.append((reference.key, runtime.payload(command.payload)))
+            event: Any = command.event
+            self._blobs.append((event.payload.key, runtime.payload(command.payload)))
             self.handles.append(command.payload)
 
     def _build(self) -> Commit:
@@ -359,6 +398,7 @@ class Attempt:
             journal=self.journal,
             deletes=self._releases,
             snapshot=snapshot,
+            keep_journal=False,
         )
 
 
