@@ -66,7 +66,7 @@ BROADCAST_STREAMS = tuple(name for name in STREAMS if name not in WORK_STREAMS)
 """Streams that every reader sees whole, at its own cursor."""
 
 _encoder = msgspec.msgpack.Encoder()
-_decoders = {name: msgspec.msgpack.Decoder(Envelope[union]) for name, union in STREAMS.items()}
+_decoders = {name: msgspec.msgpack.Decoder(Envelope[union]) for name, union in STREAMS.items()}  # pyright: ignore[reportInvalidTypeForm]
 
 
 def _members(union: Any) -> tuple[type, ...]:

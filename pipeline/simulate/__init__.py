@@ -1,0 +1,1 @@
+"""The whole protocol in one process, on virtual time: real cores, simulated engines, trainer and environments."""

@@ -1,0 +1,145 @@
+"""The store of a simulated run: the bus's semantics in plain Python, on virtual time.
+
+`commit` answers and refuses exactly like the Lua script (tests run one table of cases against both).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from contracts.core import Entry
+from pipeline.bus import Commit, Committed, Fenced, Lease, LeaseLostError, RegisterStale, SequenceConflict, WorkEntry
+
+
+class Pending:
+    """An entry that a consumer holds."""
+
+    def __init__(self, consumer: str, since: float) -> None:
+        self.consumer, self.since, self.deliveries = consumer, since, 1
+
+
+class MemoryStream:
+    """One stream and its consumer group."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[int, bytes]] = []
+        self.next_new = 0
+        self.pending: dict[int, Pending] = {}
+
+    def after(self, entry: int) -> Iterator[tuple[int, bytes]]:
+        start = bisect_right(self.entries, entry, key=lambda item: item[0])
+        return iter(self.entries[start:])
+
+
+class MemoryStore:
+    """Streams, registers, journals, payloads of one run. Entry ids are `<n>-0`, n counting all entries of the run."""
+
+    def __init__(self) -> None:
+        self.streams: dict[str, MemoryStream] = defaultdict(MemoryStream)
+        self.boots: dict[str, int] = defaultdict(int)
+        self.seqs: dict[str, int] = defaultdict(int)
+        self.registers: dict[str, int] = defaultdict(int)
+        self.journals: dict[str, list[bytes]] = defaultdict(list)
+        self.snapshots: dict[str, tuple[int, bytes]] = {}
+        self.cursors: dict[str, dict[str, str]] = defaultdict(dict)
+        self.payloads: dict[str, bytes] = {}
+        self.log: list[Entry] = []
+        self.now = 0.0
+
+    def boot(self, actor: str) -> tuple[int, int]:
+        """As `Bus.boot`."""
+        self.boots[actor] += 1
+        return self.boots[actor], self.seqs[actor]
+
+    def commit(self, actor: str, commit: Commit) -> Committed:
+        """As `Bus.commit`."""
+        if self.boots[actor] != commit.boot:
+            raise Fenced(actor, commit.boot, self.boots[actor])
+        if self.seqs[actor] != commit.seq_from:
+            raise SequenceConflict(actor, commit.seq_from, commit.seq_to, self.seqs[actor])
+        lost = [lease for lease in commit.leases if not self._owns(actor, lease)]
+        lost += [ack for ack in commit.acks if self._owner(ack) not in (None, actor)]
+        if lost:
+            raise LeaseLostError(actor, lost)
+        for name, value in commit.registers:
+            if value <= self.registers[name]:
+                raise RegisterStale(name, value, self.registers[name])
+        self._apply(actor, commit)
+        entries = tuple(self.add(stream, data) for stream, data in commit.adds)
+        return Committed(entries=entries, again=False)
+
+    def _apply(self, actor: str, commit: Commit) -> None:
+        self.seqs[actor] = commit.seq_to
+        self.registers.update(commit.registers)
+        self.payloads.update(commit.payloads)
+        for key in commit.deletes:
+            self.payloads.pop(key, None)
+        for ack in commit.acks:
+            self.streams[ack.stream].pending.pop(_number(ack.entry), None)
+        for position in commit.cursors:
+            self.cursors[actor][position.stream] = position.entry
+        self.journals[actor].extend(commit.journal)
+        if commit.snapshot is not None:
+            self.snapshots[actor] = (commit.seq_to, commit.snapshot)
+
+    def add(self, stream: str, data: bytes) -> str:
+        """Append one entry."""
+        number = len(self.log) + 1
+        self.streams[stream].entries.append((number, data))
+        entry = f"{number}-0"
+        self.log.append(Entry(stream, entry, data))
+        return entry
+
+    def _owner(self, lease: Lease) -> str | None:
+        held = self.streams[lease.stream].pending.get(_number(lease.entry))
+        return None if held is None else held.consumer
+
+    def _owns(self, actor: str, lease: Lease) -> bool:
+        return self._owner(lease) == actor
+
+    def read_after(self, cursors: Mapping[str, str]) -> list[Entry]:
+        """Entries behind the cursors, in the order they were written."""
+        found = [
+            (number, Entry(stream, f"{number}-0", data))
+            for stream, cursor in cursors.items()
+            for number, data in self.streams[stream].after(_number(cursor))
+        ]
+        return [entry for _, entry in sorted(found, key=lambda item: item[0])]
+
+    def read_own(self, stream: str, actor: str) -> list[WorkEntry]:
+        """What `actor` holds, oldest first, as a new boot finds it."""
+        data = dict(self.streams[stream].entries)
+        held = sorted(n for n, pending in self.streams[stream].pending.items() if pending.consumer == actor)
+        return [WorkEntry(stream, f"{n}-0", data[n], self.streams[stream].pending[n].deliveries) for n in held]
+
+    def read_new(self, stream: str, actor: str, count: int) -> list[WorkEntry]:
+        """Up to `count` entries that nobody got yet."""
+        source = self.streams[stream]
+        taken = source.entries[source.next_new : source.next_new + count]
+        source.next_new += len(taken)
+        for number, _ in taken:
+            source.pending[number] = Pending(actor, self.now)
+        return [WorkEntry(stream, f"{number}-0", data, 1) for number, data in taken]
+
+    def claim(self, stream: str, actor: str, idle_s: float, count: int) -> list[WorkEntry]:
+        """Take over entries of other consumers that were idle for `idle_s`."""
+        source, claimed = self.streams[stream], []
+        data = dict(source.entries)
+        for number, pending in sorted(source.pending.items()):
+            if len(claimed) < count and pending.consumer != actor and self.now - pending.since >= idle_s:
+                pending.consumer, pending.since = actor, self.now
+                pending.deliveries += 1
+                claimed.append(WorkEntry(stream, f"{number}-0", data[number], pending.deliveries))
+        return claimed
+
+    def renew(self, stream: str, actor: str) -> None:
+        """Reset the idle time of everything `actor` holds."""
+        for pending in self.streams[stream].pending.values():
+            if pending.consumer == actor:
+                pending.since = self.now
+
+
+def _number(entry: str) -> int:
+    return int(entry.partition("-")[0])
