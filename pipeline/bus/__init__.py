@@ -1,9 +1,9 @@
 """The bus: typed, fenced, exactly-once effects on Redis streams. Entries are bytes.
 
-    bus = await Bus.connect(url, run, actor="collector-0")
-    boot, seq = await bus.boot()
-    inputs = await bus.read_inputs({"tasks": 4}, cursors, "readers", block_ms=1000)
-    await bus.commit(Commit(boot=boot, seq_from=seq, seq_to=seq + 1, journal=[record], adds=[("trajectories", data)]))
+bus = await Bus.connect(url, run, actor="collector-0")
+boot, seq = await bus.boot()
+inputs = await bus.read_inputs({"tasks": 4}, cursors, "readers", block_ms=1000)
+await bus.commit(Commit(boot=boot, seq_from=seq, seq_to=seq + 1, journal=[record], adds=[("trajectories", data)]))
 """
 
 from __future__ import annotations

@@ -1,15 +1,47 @@
-"""The bus client (public signatures first; the bodies follow)."""
+"""The bus client."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from contracts.core import Entry
-from pipeline.bus.model import Claimed, Commit, Committed, Depth, Inputs, Limits, Trimmed, WorkEntry
+from pipeline.bus import scripts
+from pipeline.bus.errors import (
+    BusError,
+    Fenced,
+    LeaseLostError,
+    PayloadMissing,
+    RegisterStale,
+    SequenceConflict,
+    TooLarge,
+)
+from pipeline.bus.keys import Keys
+from pipeline.bus.link import Link
+from pipeline.bus.lua import Key
+from pipeline.bus.model import Claimed, Commit, Committed, Depth, Inputs, Lease, Limits, Trimmed, WorkEntry
+from pipeline.bus.reading import Reader
+
+DEFAULT_LIMITS = Limits()
+FETCH = 32
+"""Payloads asked for in one command."""
+JOURNAL_PAGE = 1000
 
 
 class Bus:
-    """One actor's access to the store of one run."""
+    """One actor's access to the store of one run.
+
+    Safe for concurrent use by the tasks of one event loop. Every method waits out an outage of the store for
+    `outage_s` and then raises BusUnavailable; what the store refuses for good is a BusError. `block_ms` is how long a
+    read waits for something to arrive; None or 0 doesn't wait.
+    """
+
+    def __init__(self, link: Link, run: str, actor: str, limits: Limits = DEFAULT_LIMITS) -> None:
+        self.actor = actor
+        self.keys = Keys(run)
+        self.limits = limits
+        self._link = link
+        self._reader = Reader(link, self.keys, actor)
 
     @classmethod
     async def connect(
@@ -20,71 +52,265 @@ class Bus:
         actor: str,
         outage_s: float = 60.0,
         connect_s: float = 10.0,
-        limits: Limits = Limits(),
+        limits: Limits = DEFAULT_LIMITS,
     ) -> Bus:
-        raise NotImplementedError
+        """Connect to `url` (a REDIS_URL, see `address.FORMS`).
+
+        Raises BusError naming REDIS_URL without its password, the cause and the fix: a malformed URL, a refused login,
+        a server older than 7.0 or one that evicts keys; BusUnavailable if it didn't answer within `connect_s`.
+        """
+        return cls(await Link.open(url, f"sluice:{run}:{actor}", outage_s, connect_s), run, actor, limits)
 
     async def close(self) -> None:
-        raise NotImplementedError
+        await self._link.close()
+
+    # --- writing ---
 
     async def boot(self) -> tuple[int, int]:
-        raise NotImplementedError
+        """Start a boot of the actor: (its number, from 1; the last committed sequence number). Fences earlier ones."""
+        boot, seq = await self._link.call(scripts.boot(Key(self.keys.boots), Key(self.keys.seqs), self.actor))
+        return boot, seq
 
     async def commit(self, commit: Commit) -> Committed:
-        raise NotImplementedError
+        """Write all of `commit` or nothing; exactly once, also if the connection is cut and the script sent again.
+
+        Raises Fenced, SequenceConflict, LeaseLostError (with all lost leases), RegisterStale, in this order of
+        checks; TooLarge before anything is sent; ValueError if the sequence numbers and journal don't fit.
+        """
+        self._check(commit)
+        match await self._link.call(self._script(commit)):
+            case [b"FENCED", current]:
+                raise Fenced(self.actor, commit.boot, current)
+            case [b"CONFLICT", current]:
+                raise SequenceConflict(self.actor, commit.seq_from, commit.seq_to, current)
+            case [b"LOST", positions]:
+                held = [*commit.leases, *commit.acks]
+                lost = tuple(dict.fromkeys(held[position - 1] for position in positions))
+                self._release(lost)
+                raise LeaseLostError(self.actor, lost)
+            case [b"STALE", name, current]:
+                register = name.decode()
+                raise RegisterStale(register, dict(commit.registers)[register], current)
+            case [answer, entries]:
+                self._release(commit.acks)
+                return Committed(tuple(entry.decode() for entry in entries), answer == b"ALREADY")
+            case reply:
+                raise BusError(f"the commit script answered {reply!r}")
+
+    def _script(self, commit: Commit) -> Any:
+        keys = self.keys
+        return scripts.commit(
+            boots=Key(keys.boots),
+            seqs=Key(keys.seqs),
+            replies=Key(keys.replies),
+            cursors=Key(keys.cursors),
+            registers=Key(keys.registers),
+            journal=Key(keys.journal(self.actor)),
+            snapshot=Key(keys.snapshot(self.actor)),
+            actor=self.actor,
+            boot=commit.boot,
+            seq_from=commit.seq_from,
+            seq_to=commit.seq_to,
+            leases=[self._lease(lease) for lease in commit.leases],
+            acks=[self._lease(lease) for lease in commit.acks],
+            raises=commit.registers,
+            payloads=[(Key(keys.payload(id)), data) for id, data in commit.payloads],
+            adds=[(Key(keys.stream(stream)), data) for stream, data in commit.adds],
+            positions=[(position.stream, position.entry) for position in commit.cursors],
+            records=commit.journal,
+            deletes=[Key(keys.payload(id)) for id in commit.deletes],
+            states=[] if commit.snapshot is None else [commit.snapshot],
+            keep_journal=int(commit.keep_journal),
+        )
+
+    def _lease(self, lease: Lease) -> tuple[Key, str, str]:
+        return Key(self.keys.stream(lease.stream)), lease.group, lease.entry
+
+    def _release(self, leases: Sequence[Lease]) -> None:
+        for lease in leases:
+            self._reader.release(lease.stream, lease.group, [lease.entry])
+
+    def _check(self, commit: Commit) -> None:
+        if commit.seq_to - commit.seq_from != len(commit.journal) or not commit.journal:
+            raise ValueError(
+                f"commit {commit.seq_from} -> {commit.seq_to} has {len(commit.journal)} journal records: "
+                "it needs one for each number after seq_from, and at least one"
+            )
+        for record in commit.journal:
+            self._size("a journal record", record, "entry")
+        for stream, data in commit.adds:
+            self._size(f"an entry of {stream}", data, "entry")
+        for id, data in commit.payloads:
+            self._size(f"payload {id}", data, "payload")
+        if commit.snapshot is not None:
+            self._size("the snapshot", commit.snapshot, "payload")
+
+    def _size(self, what: str, data: bytes, field: str) -> None:
+        limit = getattr(self.limits, field)
+        if len(data) > limit:
+            raise TooLarge(what, len(data), limit, field)
 
     async def advance(self, boot: int, cursors: Mapping[str, str]) -> None:
-        raise NotImplementedError
+        """Store cursors without a step, so that `trim` need not keep what was read and ignored. Raises Fenced."""
+        keys = self.keys
+        call = scripts.advance(Key(keys.boots), Key(keys.cursors), self.actor, boot, list(cursors.items()))
+        current = await self._link.call(call)
+        if current != boot:
+            raise Fenced(self.actor, boot, current)
+
+    async def post(self, stream: str, data: bytes) -> str:
+        """Append one entry, for writers that are no actor (command line, driver); answers its id.
+
+        At least once: if the connection is cut, the entry may appear twice.
+        """
+        self._size(f"an entry of {stream}", data, "entry")
+        return (await self._link.command("XADD", self.keys.stream(stream), "*", "e", data)).decode()
+
+    # --- work ---
 
     async def ensure_group(self, stream: str, group: str) -> None:
-        raise NotImplementedError
+        """Create the consumer group, from the stream's first entry on, unless it exists."""
+        try:
+            await self._link.command("XGROUP", "CREATE", self.keys.stream(stream), group, "0", "MKSTREAM")
+        except BusError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
 
     async def read_work(self, counts: Mapping[str, int], group: str, *, block_ms: int | None) -> list[WorkEntry]:
-        raise NotImplementedError
+        """Take up to `counts[stream]` entries of each stream; with several streams, the smallest count holds for each.
+
+        Own entries that this process never saw come first (after a boot, a cut connection, a cancelled call), with
+        `deliveries` > 1; then new ones. Entries that are gone from the stream are left for `claim_idle` to report.
+        """
+        return await self._reader.work(counts, group, block_ms or 0)
+
+    async def claim_idle(self, stream: str, group: str, min_idle_ms: int, count: int) -> Claimed:
+        """Take over up to `count` entries that nobody renewed for `min_idle_ms`, and learn which are gone for good.
+
+        Entries in this process's own hands are not handed out again.
+        """
+        return await self._reader.claim(stream, group, min_idle_ms, count)
+
+    async def renew(self, stream: str, group: str, entries: Sequence[str]) -> list[str]:
+        """Reset the idle time of entries in hand; answers those that are no longer ours or gone from the stream."""
+        call = scripts.renew(Key(self.keys.stream(stream)), group, self.actor, entries)
+        lost = [id.decode() for id in await self._link.call(call)]
+        self._reader.release(stream, group, lost)
+        return lost
+
+    async def bury(self, stream: str, group: str, entry: str, *, reason: str, now: float) -> str:
+        """Move an entry in hand to the dead-letter stream `dead:<stream>` and ack it; answers its id there.
+
+        Its fields there: `e` (the data), `origin` (the id), `reason`, `at` (`now`, seconds), `deliveries`. Raises
+        LeaseLostError if the entry is not ours, which is also the answer to a repeated call.
+        """
+        key, dead = Key(self.keys.stream(stream)), Key(self.keys.dead(stream))
+        buried = await self._link.call(scripts.bury(key, dead, group, self.actor, entry, reason, now))
+        self._reader.release(stream, group, [entry])
+        if buried is None:
+            raise LeaseLostError(self.actor, [Lease(stream, group, entry)])
+        return buried.decode()
+
+    # --- broadcast ---
 
     async def read_after(self, cursors: Mapping[str, str], *, block_ms: int | None, count: int) -> list[Entry]:
-        raise NotImplementedError
+        """Up to `count` entries of each stream behind its cursor (`0-0`: from the start).
+
+        Entries of one stream come in its order; streams are merged by the store's time in milliseconds.
+        """
+        return await self._reader.after(cursors, block_ms or 0, count)
 
     async def read_inputs(
         self, counts: Mapping[str, int], cursors: Mapping[str, str], group: str, *, block_ms: int | None
     ) -> Inputs:
-        raise NotImplementedError
+        """Broadcast events behind `cursors` and up to `counts[stream]` work entries, whichever comes first.
 
-    async def claim_idle(self, stream: str, group: str, min_idle_ms: int, count: int) -> Claimed:
-        raise NotImplementedError
-
-    async def renew(self, stream: str, group: str, entries: Sequence[str]) -> list[str]:
-        raise NotImplementedError
-
-    async def bury(self, stream: str, group: str, entry: str, *, reason: str, now: float) -> str | None:
-        raise NotImplementedError
+        Every broadcast event that was stored before a returned work entry is in `events` of this or an earlier call,
+        provided that `cursors` are the last ids returned. Waits without polling; one call at a time.
+        """
+        return await self._reader.inputs(counts, cursors, group, block_ms or 0)
 
     async def trim(self, stream: str, floor: str) -> Trimmed:
-        raise NotImplementedError
+        """Delete entries below `floor` that every reader is done with.
+
+        What stays: from each group's oldest pending (else next) entry on; what lies behind any actor's stored cursor;
+        a journal's records after its actor's snapshot.
+        """
+        keys = self.keys
+        actor = stream.removeprefix("journal:")
+        snapshots = [Key(keys.snapshot(actor))] if actor != stream else []
+        call = scripts.trim(Key(keys.stream(stream)), Key(keys.cursors), f"/{stream}", floor, snapshots)
+        removed, first = await self._link.call(call)
+        return Trimmed(removed, first.decode() or None)
+
+    # --- state ---
 
     async def payloads(self, keys: Sequence[str]) -> list[bytes]:
-        raise NotImplementedError
-
-    async def post(self, stream: str, data: bytes) -> str:
-        raise NotImplementedError
+        """Payloads in the order of `keys`. Raises PayloadMissing naming the first that is not there."""
+        found: list[bytes] = []
+        for start in range(0, len(keys), FETCH):
+            part = keys[start : start + FETCH]
+            values = await self._link.command("MGET", *(self.keys.payload(id) for id in part))
+            for id, value in zip(part, values, strict=True):
+                if value is None:
+                    raise PayloadMissing(id)
+                found.append(value)
+        return found
 
     async def register(self, name: str) -> int:
-        raise NotImplementedError
+        """A register's value, 0 if it was never raised."""
+        return int(await self._link.command("HGET", self.keys.registers, name) or 0)
 
     async def snapshot(self, actor: str | None = None) -> tuple[int, bytes] | None:
-        raise NotImplementedError
+        """(sequence number, state) of an actor's last snapshot, of this one by default; None if there is none."""
+        key = self.keys.snapshot(actor or self.actor)
+        seq, state = await self._link.command("HMGET", key, "seq", "state")
+        return None if seq is None else (int(seq), state)
 
     async def journal(self, actor: str | None = None, *, after: int = 0) -> list[bytes]:
-        raise NotImplementedError
+        """An actor's journal records, of this one by default, with sequence numbers above `after`, in order."""
+        key = self.keys.journal(actor or self.actor)
+        records: list[bytes] = []
+        start = f"{after + 1}-0"
+        while True:
+            page = await self._link.command("XRANGE", key, start, "+", "COUNT", JOURNAL_PAGE)
+            records += [fields[1] for _, fields in page]
+            if len(page) < JOURNAL_PAGE:
+                return records
+            start = "(" + page[-1][0].decode()
 
     async def cursors(self, actor: str | None = None) -> dict[str, str]:
-        raise NotImplementedError
+        """Stream -> id of the last broadcast entry that an actor, this one by default, has committed to have read."""
+        mine = f"{actor or self.actor}/"
+        stored = await self._link.command("HGETALL", self.keys.cursors)
+        pairs = zip(stored[::2], stored[1::2], strict=True)
+        texts = ((field.decode(), entry.decode()) for field, entry in pairs)
+        return {field.removeprefix(mine): entry for field, entry in texts if field.startswith(mine)}
 
     async def put_config(self, data: bytes) -> None:
-        raise NotImplementedError
+        """Store the run's configuration."""
+        await self._link.command("SET", self.keys.config, data)
 
     async def get_config(self) -> bytes:
-        raise NotImplementedError
+        """The run's configuration. Raises BusError if the store holds none."""
+        data = await self._link.command("GET", self.keys.config)
+        if data is None:
+            raise BusError(f"{self.keys.config} is not set: the run was never started in this store, or was emptied")
+        return data
 
     async def depths(self, streams: Sequence[str], group: str | None = None) -> dict[str, Depth]:
-        raise NotImplementedError
+        """How full the streams are and, with a group, how far behind it is (0 where it doesn't exist)."""
+        lengths = await self._link.pipeline([["XLEN", self.keys.stream(stream)] for stream in streams])
+        filled = [stream for stream, length in zip(streams, lengths, strict=True) if length and group]
+        replies = await self._link.pipeline([["XINFO", "GROUPS", self.keys.stream(stream)] for stream in filled])
+        behind = {stream: _behind(reply, group) for stream, reply in zip(filled, replies, strict=True)}
+        return {s: Depth(length, *behind.get(s, (0, 0))) for s, length in zip(streams, lengths, strict=True)}
+
+
+def _behind(reply: Sequence[Any], group: str | None) -> tuple[int, int | None]:
+    """(pending, lag) of the group in a reply of XINFO GROUPS."""
+    for item in reply:
+        facts = dict(zip(item[::2], item[1::2], strict=True))
+        if facts[b"name"].decode() == group:
+            return facts[b"pending"], facts.get(b"lag")
+    return 0, 0

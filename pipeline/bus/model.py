@@ -1,4 +1,4 @@
-"""What the bus takes and gives. Entries, payloads, journal records and snapshots are bytes; nothing here knows events."""
+"""What the bus takes and gives. Entries, payloads, journal records and snapshots are bytes, whatever they mean."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Committed(msgspec.Struct, frozen=True):
 
 
 class Claimed(msgspec.Struct, frozen=True):
-    """Work taken over from idle readers. `deleted` are ids that were owed but are gone from the stream: data was lost."""
+    """Work taken over from idle readers. `deleted`: ids that were owed but are gone from the stream; data was lost."""
 
     entries: list[WorkEntry]
     deleted: list[str]
@@ -100,7 +100,7 @@ class Trimmed(msgspec.Struct, frozen=True):
 
 
 class Depth(msgspec.Struct, frozen=True):
-    """`length` entries are in the stream; the group owes `lag` undelivered (None: unknown) and `pending` unacked ones."""
+    """`length` entries in the stream; of the group, `pending` unacked and `lag` undelivered ones (None: unknown)."""
 
     length: int
     pending: int

@@ -1,0 +1,199 @@
+"""The connection: commands that wait out an outage of the store, up to a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+import redis.asyncio as aioredis
+import structlog
+from redis.asyncio.connection import ConnectionPool, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import Sentinel
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    MasterDownError,
+    NoScriptError,
+    ReadOnlyError,
+    RedisError,
+)
+from redis.exceptions import ConnectionError as RedisConnectionError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+from redis.utils import HIREDIS_AVAILABLE
+
+from pipeline.bus import address
+from pipeline.bus.address import Address
+from pipeline.bus.errors import BusError, BusUnavailable
+from pipeline.bus.lua import Call
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+REPLY_S = 15.0
+"""Longest wait for a reply, beyond the time a read may block; then the connection counts as lost."""
+MIN_VERSION = (7, 0)
+_TRANSIENT = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, MasterDownError)
+_FIXES = {
+    "NOGROUP": "the stream or its group is gone, so the store was emptied under the run: start a new run",
+    "NOPERM": "give the user of REDIS_URL the rights `~sluice:* +@all -@dangerous +info`",
+    "OOM": "the store is out of memory: raise its maxmemory, or lower buffer.groups",
+    "WRONGTYPE": "something else uses this run's keys: choose another run name or database",
+    "MISCONF": "the store can't write its files: see its log",
+}
+
+
+class Link:
+    """Runs commands and scripts on one client; `outage_s` bounds how long it waits for a store that went away."""
+
+    def __init__(self, client: aioredis.Redis, address: Address, outage_s: float) -> None:
+        client.response_callbacks.clear()
+        self._client = client
+        self._address = address
+        self._outage_s = outage_s
+        self._retry = Retry(ExponentialWithJitterBackoff(base=0.02, cap=1.0), -1, _TRANSIENT)
+        self._log = structlog.get_logger().bind(store=str(address))
+
+    @classmethod
+    async def open(cls, url: str, name: str, outage_s: float, connect_s: float) -> Link:
+        """Connect and check the server. Raises BusError, or BusUnavailable if it didn't answer within `connect_s`."""
+        if not HIREDIS_AVAILABLE:
+            raise BusError("the package hiredis is missing: pip install 'redis[hiredis]'")
+        parsed = address.parse(url)
+        link = cls(client(parsed, name), parsed, connect_s)
+        try:
+            check(await link.command("INFO"), str(parsed))
+        except BaseException:
+            await link.close()
+            raise
+        link._outage_s = outage_s
+        return link
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def command(self, *args: Any, block_ms: int = 0) -> Any:
+        """One command; its raw reply."""
+        return await self.run(lambda: self.once(args), block_ms)
+
+    async def call(self, call: Call[R]) -> R:
+        """One script; its raw reply."""
+        return await self.run(lambda: self.evaluate(call))
+
+    async def pipeline(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """Several commands in one round trip, in order but not as one transaction; their raw replies."""
+        return await self.run(lambda: self.batch(commands))
+
+    async def once(self, command: Sequence[Any]) -> Any:
+        """One try of a command, for `run`."""
+        return await self._client.execute_command(*command)
+
+    async def evaluate(self, call: Call[Any]) -> Any:
+        """One try of a script, for `run`. Its source is sent only if the store doesn't have it."""
+        rest = (len(call.keys), *call.keys, *call.args)
+        try:
+            return await self._client.execute_command("EVALSHA", call.sha, *rest)
+        except NoScriptError:
+            return await self._client.execute_command("EVAL", call.source, *rest)
+
+    async def batch(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        """One try of several commands, for `run`."""
+        async with self._client.pipeline(transaction=False) as pipe:
+            for command in commands:
+                pipe.execute_command(*command)
+            replies = await pipe.execute(raise_on_error=False)
+        for reply in replies:
+            if isinstance(reply, Exception):
+                raise reply
+        return replies
+
+    async def run(self, attempt: Callable[[], Awaitable[T]], block_ms: int = 0) -> T:
+        """Try until it works. Raises BusUnavailable after an outage of `outage_s`, BusError if trying won't help."""
+        lost: list[float] = []
+
+        async def failed(error: Exception) -> None:
+            if isinstance(error, (AuthenticationError, AuthorizationError)):
+                raise error
+            now = time.monotonic()
+            if not lost:
+                self._log.warning("store unreachable", error=str(error))
+                lost.append(now)
+            elif now - lost[0] >= self._outage_s:
+                raise BusUnavailable(self._unreachable(error)) from error
+
+        reply_s = min(REPLY_S, self._outage_s) + block_ms / 1000
+
+        async def limited() -> T:
+            try:
+                async with asyncio.timeout(reply_s):
+                    return await attempt()
+            except TimeoutError as error:
+                raise RedisTimeoutError(f"no reply within {reply_s:g} s") from error
+
+        try:
+            result = await self._retry.call_with_retry(limited, failed)
+        except (AuthenticationError, AuthorizationError) as error:
+            fix = "correct the user and password in it"
+            raise BusError(f"REDIS_URL={self._address}: the store refused the login ({error}): {fix}") from error
+        except RedisError as error:
+            fix = next((fix for word, fix in _FIXES.items() if word in str(error)), "is this server shared?")
+            raise BusError(f"REDIS_URL={self._address}: {error}; {fix}") from error
+        if lost:
+            self._log.info("store back", outage_s=round(time.monotonic() - lost[0], 3))
+        return result
+
+    def _unreachable(self, error: Exception) -> str:
+        return (
+            f"REDIS_URL={self._address} could not be reached for {self._outage_s:g} s ({error}): "
+            "start that server or correct REDIS_URL; without REDIS_URL an embedded server is used"
+        )
+
+
+def client(address: Address, name: str) -> aioredis.Redis:
+    """A client whose retries and deadlines are left to `Link`."""
+    common: dict[str, Any] = {
+        "db": address.db,
+        "username": address.username,
+        "password": address.password,
+        "protocol": 2,
+        "socket_timeout": None,
+        "socket_connect_timeout": 5.0,
+        "retry": Retry(NoBackoff(), 0),
+        "client_name": name,
+    }
+    if address.kind == "unix":
+        pool = ConnectionPool(connection_class=UnixDomainSocketConnection, path=address.path, **common)
+        return aioredis.Redis.from_pool(pool)
+    common["socket_keepalive"] = True
+    if address.kind == "sentinel":
+        login = {
+            "username": address.options.get("sentinel_user"),
+            "password": address.options.get("sentinel_password"),
+            "socket_connect_timeout": 5.0,
+            "socket_timeout": 5.0,
+        }
+        return Sentinel(list(address.hosts), sentinel_kwargs=login).master_for(address.master, **common)
+    ((host, port),) = address.hosts
+    common |= {"host": host, "port": port}
+    if address.kind == "tls":
+        names = {"ca": "ssl_ca_certs", "cert": "ssl_certfile", "key": "ssl_keyfile"}
+        common |= {names[option]: value for option, value in address.options.items()}
+        common["connection_class"] = SSLConnection
+    return aioredis.Redis.from_pool(ConnectionPool(**common))
+
+
+def check(info: bytes, where: str) -> None:
+    """Raises BusError unless INFO's reply is that of a server we can trust a run to: version and eviction policy."""
+    pairs = (line.partition(b":") for line in info.splitlines())
+    facts = {key.decode(): value.decode() for key, _, value in pairs}
+    version = facts.get("redis_version", "0")
+    major, minor = (int(part) for part in f"{version}.0".split(".")[:2])
+    if (major, minor) < MIN_VERSION:
+        fix = "use Redis >= 7.0 or Valkey, or unset REDIS_URL for an embedded server"
+        raise BusError(f"REDIS_URL={where}: the server is version {version}: {fix}")
+    policy = facts.get("maxmemory_policy", "noeviction")
+    if policy.startswith("allkeys") and facts.get("maxmemory", "0") != "0":
+        raise BusError(f"REDIS_URL={where}: maxmemory-policy {policy} would delete the run's keys: set noeviction")

@@ -1,0 +1,196 @@
+"""Reading: work entries, broadcast entries, and both at once in an order that respects causes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from contracts.core import Entry
+from pipeline.bus import scripts
+from pipeline.bus.keys import Keys
+from pipeline.bus.link import Link
+from pipeline.bus.lua import Key
+from pipeline.bus.model import Claimed, Inputs, WorkEntry
+
+PAGE = 256
+"""Broadcast entries of one stream taken by one command in `inputs`."""
+
+
+class Reader:
+    """One actor's readings.
+
+    It remembers which work entries it handed out. A delivery whose reply may have been lost (first reading of a boot, a
+    cut connection, a cancelled read) leaves an entry that the store counts as ours but we never saw: the next reading
+    asks for those again, so nothing waits for a lease to run out.
+    """
+
+    def __init__(self, link: Link, keys: Keys, actor: str) -> None:
+        self._link = link
+        self._keys = keys
+        self._actor = actor
+        self._held: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+        self._certain: set[tuple[str, str]] = set()
+
+    def release(self, stream: str, group: str, entries: Iterable[str]) -> None:
+        """These entries are no longer in our hands."""
+        self._held[stream, group].difference_update(entries)
+
+    # --- work ---
+
+    async def work(self, counts: Mapping[str, int], group: str, block_ms: int) -> list[WorkEntry]:
+        """See `Bus.read_work`."""
+        wanted = {stream: count for stream, count in counts.items() if count > 0}
+        if not wanted:
+            return []
+        found = await self._again(wanted, group)
+        return found or await self._fresh(wanted, group, block_ms)
+
+    async def _again(self, wanted: Mapping[str, int], group: str) -> list[WorkEntry]:
+        """Own entries that were never handed out by this process."""
+        found: list[WorkEntry] = []
+        for stream, count in wanted.items():
+            pair = (stream, group)
+            if pair in self._certain:
+                continue
+            held = sorted(self._held[pair])
+            key = Key(self._keys.stream(stream))
+            rows = await self._link.call(scripts.redeliver(key, group, self._actor, held, count))
+            found += self._hold(pair, rows)
+            if len(rows) < count:
+                self._certain.add(pair)
+        return found
+
+    async def _fresh(self, wanted: Mapping[str, int], group: str, block_ms: int) -> list[WorkEntry]:
+        command = self._group_read(wanted, group, min(wanted.values()), block_ms)
+        reply = await self._link.run(lambda: self._doubted(wanted, group, self._link.once(command)), block_ms)
+        return self._delivered(reply, group)
+
+    def _group_read(self, streams: Iterable[str], group: str, count: int, block_ms: int) -> list[Any]:
+        streams = list(streams)
+        block = ["BLOCK", block_ms] if block_ms else []
+        keys = [self._keys.stream(stream) for stream in streams]
+        return ["XREADGROUP", "GROUP", group, self._actor, "COUNT", count, *block, "STREAMS", *keys, *">" * len(keys)]
+
+    async def _doubted(self, streams: Iterable[str], group: str, reading: Any) -> Any:
+        """Await a group read; if its reply doesn't arrive, entries may have been delivered without our knowing."""
+        try:
+            return await reading
+        except BaseException:
+            self._certain.difference_update((stream, group) for stream in streams)
+            raise
+
+    def _delivered(self, reply: Any, group: str) -> list[WorkEntry]:
+        found: list[WorkEntry] = []
+        for key, rows in reply or ():
+            pair = (self._name(key), group)
+            found += self._hold(pair, [[id, fields[1], 1] for id, fields in rows])
+        return found
+
+    def _hold(self, pair: tuple[str, str], rows: Iterable[Sequence[Any]]) -> list[WorkEntry]:
+        entries = [WorkEntry(pair[0], id.decode(), data, deliveries) for id, data, deliveries in rows]
+        self._held[pair].update(entry.entry for entry in entries)
+        return entries
+
+    def _name(self, key: bytes) -> str:
+        return key.decode().removeprefix(self._keys.prefix)
+
+    async def claim(self, stream: str, group: str, min_idle_ms: int, count: int) -> Claimed:
+        """See `Bus.claim_idle`."""
+        key = Key(self._keys.stream(stream))
+        call = scripts.claim(key, group, self._actor, min_idle_ms, count)
+        rows, deleted = await self._link.run(lambda: self._doubted([stream], group, self._link.evaluate(call)))
+        pair = (stream, group)
+        gone = [id.decode() for id in deleted]
+        self.release(stream, group, gone)
+        rows = [row for row in rows if row[0].decode() not in self._held[pair]]
+        return Claimed(self._hold(pair, rows), gone)
+
+    # --- broadcast ---
+
+    async def after(self, cursors: Mapping[str, str], block_ms: int, count: int) -> list[Entry]:
+        """See `Bus.read_after`."""
+        if not cursors:
+            return []
+        return self._events(await self._link.command(*self._read(cursors, block_ms, count), block_ms=block_ms))
+
+    def _read(self, cursors: Mapping[str, str], block_ms: int, count: int) -> list[Any]:
+        block = ["BLOCK", block_ms] if block_ms else []
+        keys = [self._keys.stream(stream) for stream in cursors]
+        return ["XREAD", "COUNT", count, *block, "STREAMS", *keys, *cursors.values()]
+
+    def _events(self, reply: Any) -> list[Entry]:
+        """Entries of a reply, merged by the store's time; those of one stream keep their order."""
+        entries = [
+            Entry(name, id.decode(), fields[1])
+            for key, rows in reply or ()
+            for name in (self._name(key),)
+            for id, fields in rows
+        ]
+        entries.sort(key=_millisecond)
+        return entries
+
+    # --- both ---
+
+    async def inputs(self, counts: Mapping[str, int], cursors: Mapping[str, str], group: str, block_ms: int) -> Inputs:
+        """See `Bus.read_inputs`.
+
+        Work is taken without blocking and the broadcast streams are read after it in the same round trip: what was
+        stored before a work entry is therefore in this reply. To wait, one plain read blocks on all streams at once; on
+        a work stream it starts at the tip seen before the group had nothing left, so no entry is missed.
+        """
+        wanted = {stream: count for stream, count in counts.items() if count > 0}
+        deadline = time.monotonic() + block_ms / 1000
+        if not wanted and not cursors:
+            await asyncio.sleep(block_ms / 1000)
+            return Inputs([], [])
+        while True:
+            tips, found = await self._sweep(wanted, cursors, group)
+            left_ms = int((deadline - time.monotonic()) * 1000)
+            if found.events or found.work or left_ms <= 0:
+                return found
+            woken = await self.after({**cursors, **tips}, left_ms, PAGE)
+            if woken and all(entry.stream in cursors for entry in woken):
+                return Inputs(woken, [])
+
+    async def _sweep(
+        self, wanted: Mapping[str, int], cursors: Mapping[str, str], group: str
+    ) -> tuple[dict[str, str], Inputs]:
+        """Everything there is, without waiting, and the tip of each work stream as it was before its group was read."""
+        work = await self._again(wanted, group)
+        room = {stream: wanted[stream] - sum(entry.stream == stream for entry in work) for stream in wanted}
+        room = {stream: count for stream, count in room.items() if count}
+        commands: list[list[Any]] = []
+        for stream, count in room.items():
+            commands.append(["XREVRANGE", self._keys.stream(stream), "+", "-", "COUNT", 1])
+            commands.append(self._group_read([stream], group, count, 0))
+        if cursors:
+            commands.append(self._read(cursors, 0, PAGE))
+        replies = await self._link.run(lambda: self._doubted(room, group, self._link.batch(commands)))
+        events = await self._rest(self._events(replies.pop()), cursors) if cursors else []
+        for reply in replies[1::2]:
+            work += self._delivered(reply, group)
+        tips = {stream: tip[0][0].decode() if tip else "0-0" for stream, tip in zip(room, replies[::2], strict=True)}
+        return tips, Inputs(events, work)
+
+    async def _rest(self, events: list[Entry], cursors: Mapping[str, str]) -> list[Entry]:
+        """Read on where a full page says that there may be more."""
+        page = events
+        while True:
+            counts: dict[str, int] = defaultdict(int)
+            last: dict[str, str] = {}
+            for entry in page:
+                counts[entry.stream] += 1
+                last[entry.stream] = entry.entry
+            full = {stream: last[stream] for stream in cursors if counts[stream] == PAGE}
+            if not full:
+                break
+            page = await self.after(full, 0, PAGE)
+            events = events + page
+        return sorted(events, key=_millisecond)
+
+
+def _millisecond(entry: Entry) -> int:
+    return int(entry.entry.partition("-")[0])
