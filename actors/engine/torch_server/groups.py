@@ -1,0 +1,123 @@
+"""Weight-update groups: side process groups in which the trainer is rank 0 and broadcasts parameters.
+
+The rendezvous is the one SGLang makes (TCP store at the trainer, keys prefixed with the group's name), so that one
+sender serves both. The process's default group is never touched.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import (
+    Backend,
+    PrefixStore,
+    _new_process_group_helper,  # pyright: ignore[reportPrivateUsage]
+    _world,  # pyright: ignore[reportPrivateUsage]
+)
+from torch.distributed.rendezvous import rendezvous
+
+BACKENDS = ("gloo", "nccl")
+
+
+class GroupError(RuntimeError):
+    """Joining, receiving or leaving failed: names the group and the cause."""
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """One parameter to receive: its name, dtype and shape as the sender declares them."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Groups:
+    """The groups this engine is in, by name. Not thread-safe: all calls from one thread, which they may block."""
+
+    def __init__(self, device: torch.device, timeout: float) -> None:
+        """`timeout` (seconds) bounds the rendezvous and each broadcast."""
+        self.device, self.timeout = device, timedelta(seconds=timeout)
+        self._groups: dict[str, tuple[Any, torch.device]] = {}
+
+    def names(self) -> list[str]:
+        return sorted(self._groups)
+
+    def join(self, name: str, address: str, port: int, rank: int, world: int, backend: str) -> None:
+        """Meet the other ranks; blocks until all are there. Raises `GroupError`."""
+        if name in self._groups:
+            raise GroupError(f"group {name!r} exists already: destroy it first")
+        if backend not in BACKENDS or (backend == "nccl" and self.device.type != "cuda"):
+            raise GroupError(f"backend is {backend!r}, an engine on {self.device.type} can use gloo (nccl on cuda)")
+        if not 0 < rank < world:
+            raise GroupError(f"rank is {rank} of {world}: rank_offset must be in [1, world_size)")
+        try:
+            store, _, _ = next(rendezvous(f"tcp://{address}:{port}", rank, world, timeout=self.timeout))
+            store.set_timeout(self.timeout)
+            group, _ = _new_process_group_helper(
+                world,
+                rank,
+                [],
+                Backend(backend),
+                PrefixStore(name, store),
+                group_name=name,
+                timeout=self.timeout,
+            )
+        except (RuntimeError, ValueError) as error:
+            raise GroupError(f"joining group {name!r} at {address}:{port}: {error}") from error
+        _world.pg_group_ranks[group] = {i: i for i in range(world)}
+        self._groups[name] = group, self.device if backend == "nccl" else torch.device("cpu")
+
+    def receive(self, name: str, incoming: Sequence[Incoming], bucket: bool) -> list[tuple[str, torch.Tensor]]:
+        """The named tensors rank 0 broadcasts: one by one, or as one bucket of bytes in the order given.
+
+        Raises `GroupError` when the group is unknown or the sender left, dawdled or disagrees on sizes.
+        """
+        if name not in self._groups:
+            raise GroupError(f"group {name!r} is not initialised")
+        group, device = self._groups[name]
+        try:
+            if bucket:
+                flat = torch.empty(sum(item.size for item in incoming), dtype=torch.uint8, device=device)
+                dist.broadcast(flat, src=0, group=group)
+                return _split(flat, incoming)
+            tensors = [torch.empty(item.shape, dtype=item.dtype, device=device) for item in incoming]
+            pending = [dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]
+            for work in pending:
+                if work is not None:
+                    work.wait()
+        except (RuntimeError, ValueError) as error:
+            raise GroupError(f"receiving through group {name!r}: {error}") from error
+        return [(item.name, tensor) for item, tensor in zip(incoming, tensors, strict=True)]
+
+    def leave(self, name: str) -> None:
+        """Destroy the group. Raises `GroupError` when it is unknown."""
+        if name not in self._groups:
+            raise GroupError(f"group {name!r} is not initialised")
+        group, _ = self._groups.pop(name)
+        try:
+            dist.destroy_process_group(group)
+        except (RuntimeError, ValueError) as error:
+            raise GroupError(f"leaving group {name!r}: {error}") from error
+
+
+def _split(flat: torch.Tensor, incoming: Sequence[Incoming]) -> list[tuple[str, torch.Tensor]]:
+    found, start = [], 0
+    for item in incoming:
+        part = flat[start : start + item.size]
+        if start % item.dtype.itemsize:
+            part = part.clone()  # a view of another dtype needs its alignment
+        found.append((item.name, part.view(item.dtype).view(item.shape)))
+        start += item.size
+    return found
