@@ -72,7 +72,7 @@ class TrainerShell:
             case Send():
                 return await self._send(command)
             case Abandon():
-                await asyncio.to_thread(self._sender.abandon)
+                await asyncio.to_thread(self._sender.abandon, command.epoch)
                 return None
         raise TypeError(f"the trainer can't perform {command!r}")
 

@@ -165,7 +165,7 @@ class Runtime:
         self._cursors = attempt.cursors
         self._held.difference_update(attempt.acked)
         for handle in attempt.handles:
-            del self._payloads[handle]
+            self._payloads.pop(handle, None)
         for stream, count in attempt.taken.items():
             self._queued[stream] -= count
         for command in attempt.commands:
