@@ -1,0 +1,305 @@
+"""Decides which tasks are issued and when the producer is asked for more.
+
+Invariants: train indexes are dense from 0 and each is issued once, over restarts too; none is issued at or above the
+granted credit; the tasks of a run are those of the producer in its order. Held-out evaluations issue the same tasks
+each time, at indexes below 0: round `r` uses `eval.groups` of them, from `-1 - r * eval.groups` downwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from config.schema import RunConfig
+from contracts.core import Booted, Delivered, Emit, Step, Tick
+from contracts.events import (
+    ActorFailed,
+    CreditGranted,
+    DataExhausted,
+    RefitCommitted,
+    RunStarted,
+    RunStopping,
+    Split,
+    TaskIssued,
+    WaitEnded,
+    WaitStarted,
+)
+
+PREFETCH = 16
+"""Tasks held ready beyond the credit; more are fetched when half of them are gone."""
+CHUNK = 64
+"""Tasks asked for at a time at most."""
+QUIET_S = 5.0
+"""A shorter wait is the normal rhythm of a run and is not announced."""
+
+# --- commands and their results --------------------------------------------------------------------------------------
+
+
+class FetchTasks(msgspec.Struct, frozen=True):
+    """Ask the producer for up to `n` tasks behind `cursor`."""
+
+    n: int
+    cursor: str | None
+    split: Split
+
+
+class FetchedTask(msgspec.Struct, frozen=True):
+    """A task of the producer. `payload` is JSON."""
+
+    id: str
+    payload: bytes
+    cursor: str
+
+
+class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
+    """At least one task, in the producer's order."""
+
+    split: Split
+    tasks: tuple[FetchedTask, ...]
+
+
+class Exhausted(msgspec.Struct, frozen=True, tag="exhausted"):
+    """The producer has no task behind the cursor."""
+
+    split: Split
+
+
+class ProducerFailed(msgspec.Struct, frozen=True, tag="producer_failed"):
+    """The producer raised, answered something that is not a task, or nothing in time."""
+
+    split: Split
+    cursor: str | None
+    error: str
+    message: str
+
+
+Local = Fetched | Exhausted | ProducerFailed
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """What the source lacks: the credit of the `buffer`, or tasks of the `producer`."""
+
+    on: str
+    since: float
+    announced: bool = False
+
+
+class Eval(msgspec.Struct, frozen=True):
+    """Held-out evaluation. `tasks`: those fetched so far; `due`: rounds asked for; `issued`: rounds issued."""
+
+    tasks: tuple[FetchedTask, ...] = ()
+    complete: bool = False
+    fetching: bool = False
+    period: int | None = None
+    due: int = 0
+    issued: int = 0
+
+
+class State(msgspec.Struct, frozen=True):
+    """`cursor` resumes behind the last task of `ready`, the tasks fetched and not yet issued."""
+
+    next: int = 0
+    credit: int = 0
+    cursor: str | None = None
+    ready: tuple[FetchedTask, ...] = ()
+    fetching: bool = False
+    exhausted: bool = False
+    announced_end: bool = False
+    failed: bool = False
+    stopping: bool = False
+    wait: Wait | None = None
+    eval: Eval = Eval()
+
+
+# --- core ------------------------------------------------------------------------------------------------------------
+
+
+class SourceCore:
+    """`config`: producer, rollout.samples, seed, eval."""
+
+    state_type = State
+    local_type = Local
+    work = ()
+    watch = ("ledger", "refit", "control")
+
+    def __init__(self, config: RunConfig, actor: str) -> None:
+        self.actor = actor
+        self.producer = config.producer.name
+        self.seed = config.seed
+        self.samples = config.rollout.samples
+        self.eval = config.eval
+
+    def initial(self) -> State:
+        return State()
+
+    def step(self, state: State, input: Any, now: float) -> Step[State]:
+        match input:
+            case Delivered():
+                return self._deliver(state, input.envelope.body, now)
+            case Booted():
+                idle = replace(state.eval, fetching=False)
+                return self._go_on(replace(state, fetching=False, stopping=False, eval=idle), now)
+            case Tick():
+                return self._announce(state, now)
+            case Fetched(split="train"):
+                cursor = input.tasks[-1].cursor
+                state = replace(state, ready=(*state.ready, *input.tasks), cursor=cursor, fetching=False)
+                return self._go_on(state, now)
+            case Exhausted(split="train"):
+                return self._go_on(replace(state, exhausted=True, fetching=False), now)
+            case Fetched():
+                tasks = (*state.eval.tasks, *input.tasks)
+                held = replace(state.eval, tasks=tasks, fetching=False, complete=len(tasks) >= self.eval.groups)
+                return self._go_on(replace(state, eval=held), now)
+            case Exhausted():
+                return self._held_out_ends(state, now)
+            case ProducerFailed():
+                return self._failed(state, input)
+        return state, ()
+
+    def wake(self, state: State) -> float | None:
+        if state.wait is None or state.wait.announced:
+            return None
+        return state.wait.since + QUIET_S
+
+    def intake(self, state: State) -> Mapping[str, int]:
+        return {}
+
+    def done(self, state: State) -> bool:
+        return state.stopping
+
+    def _deliver(self, state: State, event: Any, now: float) -> Step[State]:
+        match event:
+            case CreditGranted() if event.total > state.credit:
+                return self._go_on(replace(state, credit=event.total), now)
+            case RefitCommitted() if self.eval.every:
+                return self._committed(state, event, now)
+            case RunStopping():
+                return replace(state, stopping=True), ()
+            case RunStarted() if state.stopping:
+                return self._go_on(replace(state, stopping=False), now)
+        return state, ()
+
+    # --- training tasks ---
+
+    def _go_on(self, state: State, now: float) -> Step[State]:
+        """Issue what may be issued, ask for what is missing, and note what is waited for."""
+        if state.stopping or state.failed:
+            return state, ()
+        state, issued = self._issue(state)
+        state, evals = self._issue_evals(state)
+        state, fetches = self._fetch(state)
+        state, waits = self._watch_waits(state, now)
+        return state, (*issued, *evals, *fetches, *waits)
+
+    def _issue(self, state: State) -> Step[State]:
+        count = max(0, min(len(state.ready), state.credit - state.next))
+        commands: list[Any] = [
+            self._task(task, state.next + offset, "train") for offset, task in enumerate(state.ready[:count])
+        ]
+        state = replace(state, next=state.next + count, ready=state.ready[count:])
+        if state.exhausted and not state.ready and not state.announced_end:
+            state = replace(state, announced_end=True)
+            commands.append(Emit(DataExhausted(issued=state.next)))
+        return state, commands
+
+    def _task(self, task: FetchedTask, index: int, split: Split) -> Emit:
+        event = TaskIssued(
+            task=task.id,
+            index=index,
+            samples=self.samples if split == "train" else self.eval.samples,
+            payload=task.payload,
+            producer=self.producer,
+            seed=self.seed,
+            split=split,
+        )
+        return Emit(event, correlation=task.id)
+
+    def _fetch(self, state: State) -> Step[State]:
+        commands: list[Any] = []
+        missing = max(0, state.credit - state.next) + PREFETCH - len(state.ready)
+        if not state.fetching and not state.exhausted and missing >= PREFETCH // 2:
+            commands.append(FetchTasks(n=min(missing, CHUNK), cursor=state.cursor, split="train"))
+            state = replace(state, fetching=True)
+        held = state.eval
+        if held.due > held.issued and not held.complete and not held.fetching:
+            cursor = held.tasks[-1].cursor if held.tasks else None
+            commands.append(FetchTasks(n=self.eval.groups - len(held.tasks), cursor=cursor, split="eval"))
+            state = replace(state, eval=replace(held, fetching=True))
+        return state, commands
+
+    def _failed(self, state: State, input: ProducerFailed) -> Step[State]:
+        message = (
+            f"producer {self.producer!r} failed to give the next {input.split} task behind cursor {input.cursor!r}: "
+            f"{input.error}: {input.message}"
+        )
+        event = ActorFailed(actor=self.actor, error=input.error, message=message, fatal=True)
+        return replace(state, failed=True, wait=None), (Emit(event),)
+
+    # --- held-out tasks ---
+
+    def _committed(self, state: State, event: RefitCommitted, now: float) -> Step[State]:
+        """A round falls due when the committed step enters a new period of `eval.every` steps.
+
+        Steps may be skipped by a refit that takes a newer version, so the multiple itself need not be committed. When
+        the policy fell back to an earlier period, the rounds behind it are due once more.
+        """
+        period, before = event.step // self.eval.every, state.eval.period
+        if period == before:
+            return state, ()
+        due = state.eval.due + (before is None or period > before)
+        return self._go_on(replace(state, eval=replace(state.eval, period=period, due=due)), now)
+
+    def _issue_evals(self, state: State) -> Step[State]:
+        held = state.eval
+        if not held.complete or held.issued == held.due:
+            return state, ()
+        first = held.issued * self.eval.groups
+        tasks = [held.tasks[number % len(held.tasks)] for number in range(self.eval.groups)]
+        commands = [self._task(task, -1 - first - number, "eval") for number, task in enumerate(tasks)]
+        # A round that could not start before the next fell due would measure the same policy twice.
+        return replace(state, eval=replace(held, issued=held.issued + 1, due=held.issued + 1)), commands
+
+    def _held_out_ends(self, state: State, now: float) -> Step[State]:
+        """Fewer held-out tasks than `eval.groups`: they are repeated to fill a round; none at all is an error."""
+        held = replace(state.eval, fetching=False, complete=True)
+        if held.tasks:
+            return self._go_on(replace(state, eval=held), now)
+        message = f"producer {self.producer!r} has no task in split 'eval'; set eval.every=0"
+        event = ActorFailed(actor=self.actor, error="NoHeldOutTasks", message=message, fatal=True)
+        return replace(state, failed=True, wait=None), (Emit(event),)
+
+    # --- waits ---
+
+    def _watch_waits(self, state: State, now: float) -> Step[State]:
+        """Note what the source lacks now, and end the wait for what it lacked before."""
+        lack = self._lack(state)
+        before = state.wait
+        if lack == (None if before is None else before.on):
+            return state, ()
+        commands: tuple[Any, ...] = ()
+        if before is not None and before.announced:
+            commands = (Emit(WaitEnded(actor=self.actor, on=before.on, seconds=now - before.since)),)
+        return replace(state, wait=None if lack is None else Wait(on=lack, since=now)), commands
+
+    @staticmethod
+    def _lack(state: State) -> str | None:
+        if state.exhausted and not state.ready:
+            return None
+        return "buffer" if state.next >= state.credit else "producer"
+
+    def _announce(self, state: State, now: float) -> Step[State]:
+        wait = state.wait
+        if wait is None or wait.announced or now < wait.since + QUIET_S:
+            return state, ()
+        cause = {
+            "buffer": f"no credit yet for task {state.next}",
+            "producer": f"producer {self.producer!r} has not given the next task behind cursor {state.cursor!r}",
+        }[wait.on]
+        event = WaitStarted(actor=self.actor, on=wait.on, cause=cause)
+        return replace(state, wait=replace(wait, announced=True)), (Emit(event),)
