@@ -8,6 +8,7 @@ await bus.commit(Commit(boot=boot, seq_from=seq, seq_to=seq + 1, journal=[record
 
 from __future__ import annotations
 
+from pipeline.bus.address import redact
 from pipeline.bus.client import Bus
 from pipeline.bus.errors import (
     BusError,
@@ -20,6 +21,7 @@ from pipeline.bus.errors import (
     TooLarge,
 )
 from pipeline.bus.keys import Keys
+from pipeline.bus.link import probe
 from pipeline.bus.model import (
     Claimed,
     Commit,
@@ -54,4 +56,6 @@ __all__ = [
     "TooLarge",
     "Trimmed",
     "WorkEntry",
+    "probe",
+    "redact",
 ]

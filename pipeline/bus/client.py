@@ -78,7 +78,8 @@ class Bus:
         checks; TooLarge before anything is sent; ValueError if the sequence numbers and journal don't fit.
         """
         self._check(commit)
-        match await self._link.call(self._script(commit)):
+        reply = await self._link.call(self._script(commit))
+        match reply:
             case [b"FENCED", current]:
                 raise Fenced(self.actor, commit.boot, current)
             case [b"CONFLICT", current]:
@@ -88,14 +89,11 @@ class Bus:
                 lost = tuple(dict.fromkeys(held[position - 1] for position in positions))
                 self._release(lost)
                 raise LeaseLostError(self.actor, lost)
-            case [b"STALE", name, current]:
-                register = name.decode()
-                raise RegisterStale(register, dict(commit.registers)[register], current)
-            case [answer, entries]:
-                self._release(commit.acks)
-                return Committed(tuple(entry.decode() for entry in entries), answer == b"ALREADY")
-            case reply:
-                raise BusError(f"the commit script answered {reply!r}")
+            case [b"STALE", name, value, current]:
+                raise RegisterStale(name.decode(), value, current)
+        answer, entries = reply
+        self._release(commit.acks)
+        return Committed(tuple(entry.decode() for entry in entries), answer == b"ALREADY")
 
     def _script(self, commit: Commit) -> Any:
         keys = self.keys

@@ -51,6 +51,8 @@ class Link:
 
     def __init__(self, client: aioredis.Redis, address: Address, outage_s: float) -> None:
         client.response_callbacks.clear()
+        self.server = ""
+        """Name and version, once checked."""
         self._client = client
         self._address = address
         self._outage_s = outage_s
@@ -65,7 +67,7 @@ class Link:
         parsed = address.parse(url)
         link = cls(client(parsed, name), parsed, connect_s)
         try:
-            check(await link.command("INFO"), str(parsed))
+            link.server = check(await link.command("INFO"), str(parsed))
         except BaseException:
             await link.close()
             raise
@@ -185,8 +187,18 @@ def client(address: Address, name: str) -> aioredis.Redis:
     return aioredis.Redis.from_pool(ConnectionPool(**common))
 
 
-def check(info: bytes, where: str) -> None:
-    """Raises BusError unless INFO's reply is that of a server we can trust a run to: version and eviction policy."""
+async def probe(url: str, connect_s: float) -> str:
+    """Name and version of the server at `url`, such as "valkey 8.1.3". Raises as `Bus.connect` does."""
+    link = await Link.open(url, "sluice:probe", connect_s, connect_s)
+    await link.close()
+    return link.server
+
+
+def check(info: bytes, where: str) -> str:
+    """Name and version of the server that sent this reply to INFO.
+
+    Raises BusError if a run can't be trusted to it: a version below 7.0, or a policy that evicts the run's keys.
+    """
     pairs = (line.partition(b":") for line in info.splitlines())
     facts = {key.decode(): value.decode() for key, _, value in pairs}
     version = facts.get("redis_version", "0")
@@ -197,3 +209,4 @@ def check(info: bytes, where: str) -> None:
     policy = facts.get("maxmemory_policy", "noeviction")
     if policy.startswith("allkeys") and facts.get("maxmemory", "0") != "0":
         raise BusError(f"REDIS_URL={where}: maxmemory-policy {policy} would delete the run's keys: set noeviction")
+    return f"{facts.get('server_name', 'redis')} {facts.get('valkey_version', version)}"

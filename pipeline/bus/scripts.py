@@ -48,7 +48,7 @@ def commit(
     --   {'OK' or 'ALREADY', {ids}}      ids of the added entries; ALREADY: this very commit had been applied
     --   {'CONFLICT', last sequence}     the store is not at seq_from
     --   {'LOST', {positions}}           in leases followed by acks, 1-based: entries that are not the actor's
-    --   {'STALE', name, current}        a register would not rise
+    --   {'STALE', name, value, current} a register would not rise
     local current = tonumber(redis.call('HGET', boots, actor) or 0)
     if current ~= tonumber(boot) then return {'FENCED', current} end
 
@@ -78,7 +78,7 @@ def commit(
     for _, raise in ipairs(raises) do
       local name, value = raise[1], tonumber(raise[2])
       local stored = raised[name] or tonumber(redis.call('HGET', registers, name) or 0)
-      if value <= stored then return {'STALE', name, stored} end
+      if value <= stored then return {'STALE', name, value, stored} end
       raised[name] = value
     end
 
