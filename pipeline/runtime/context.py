@@ -32,7 +32,7 @@ class ActorContext:
         self._runtime = runtime
         self.run = runtime.run_id
         self.actor = runtime.actor
-        self.boot = runtime.boot
+        self.boot = runtime.machine.identity.boot
         self.clock = runtime.clock
         self.log = runtime.log
         self.config = runtime.config
@@ -49,7 +49,7 @@ class ActorContext:
 
     def state(self) -> Any:
         """The core's last committed state."""
-        return self._runtime.state
+        return self._runtime.machine.state
 
     async def payloads(self, keys: Sequence[str]) -> list[bytes]:
         """Fetch payloads. Raises `pipeline.bus.PayloadMissing` naming the first that is gone."""

@@ -38,7 +38,7 @@ async def _run(name: str, url: str, run: str, run_dir: Path) -> str:
         config = msgspec.json.decode(await bus.get_config(), type=RunConfig)
         runtime = Runtime(registry.build(config, name), bus, run, name, config, str(run_dir), WallClock(), log)
         await runtime.run()
-        log.info("actor left", boot=runtime.boot, seq=runtime.seq)
+        log.info("actor left", boot=runtime.machine.identity.boot, seq=runtime.machine.seq)
         return "done"
     except Fenced as fenced:
         log.warning("actor fenced", reason=str(fenced))
