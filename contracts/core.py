@@ -182,7 +182,7 @@ class Context(Protocol):
         ...
 
     async def payloads(self, keys: Sequence[str]) -> list[bytes]:
-        """Fetch payloads. Raises if one is missing, naming it."""
+        """Fetch payloads. Raises `PayloadGone` if one is missing, naming it."""
         ...
 
     async def register(self, name: str) -> int:
@@ -214,6 +214,12 @@ class Shell(Protocol):
 
 class Fatal(Exception):
     """Raised by a shell: the run can't go on, and a restart would not help. The message names the cause and the fix."""
+
+
+class PayloadGone(Exception):
+    """A payload is not in the store: it was released, or never committed. `key` names it."""
+
+    key: str
 
 
 ShellFactory = Callable[[Any, str], Shell]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from contracts.core import PayloadGone
 from pipeline.bus.model import Lease
 
 
@@ -55,7 +56,7 @@ class RegisterStale(BusError):
         super().__init__(f"register {register} is {current}, it can't be raised to {value}: another writer is ahead")
 
 
-class PayloadMissing(BusError):
+class PayloadMissing(BusError, PayloadGone):
     """A payload is not in the store: it was released, or never committed."""
 
     def __init__(self, key: str) -> None:
