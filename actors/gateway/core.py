@@ -26,6 +26,7 @@ from actors.gateway.state import (
     CallFailed,
     Commit,
     Drain,
+    FailKind,
     InFlight,
     Left,
     Listening,
@@ -193,33 +194,42 @@ class GatewayCore:
     def _answered(self, state: State, input: Answered, now: float) -> Outcome:
         call = state.calls[input.call]
         state = _replace(state, calls=_without(state.calls, input.call))
-        unfinished = tuple(part.sample for part in input.parts if part.finish == "abort")
-        if unfinished and not call.aborting:
+        unfinished = [part for part in input.parts if part.finish == "abort"]
+        unasked = bool(unfinished) and not call.aborting
+        if unasked:
             state = _avoid(state, call.engine, now)
         elif not call.aborting:
             state = _replace(state, avoided=_without(state.avoided, call.engine))
+        if unfinished:
+            charged = unasked and not any(part.tokens for part in unfinished)
+            samples = tuple(part.sample for part in unfinished)
+            return self._again(state, call, samples, now, "it aborts what nobody asked it to" if charged else "")
         if call.request not in state.requests:
             return state, []
-        if unfinished:
-            return _requeue(state, call, unfinished, now), []
         request = state.requests[call.request]
         return _replace(state, requests=_without(state.requests, call.request)), [Reply(call.request, request.held_s)]
 
     def _failed(self, state: State, input: CallFailed, now: float) -> Outcome:
         call = state.calls[input.call]
         state = _replace(state, calls=_without(state.calls, input.call))
-        if not call.aborting and input.kind != "data":
+        if input.kind == "data":
+            return _refuse(state, call, "data", input.reason)
+        if not call.aborting:
             state = _avoid(state, call.engine, now)
-        if call.request not in state.requests:
-            return state, []
         charged = input.kind == "infra" and not call.aborting
-        failures = state.requests[call.request].failures + charged
-        if input.kind == "data" or failures > self._retries:
-            refusal = Refuse(
-                call.request, "data" if input.kind == "data" else "infra", f"{call.engine}: {input.reason}"
-            )
-            return _replace(state, requests=_without(state.requests, call.request)), [refusal]
-        return _requeue(state, call, call.samples, now, failures), []
+        return self._again(state, call, call.samples, now, input.reason if charged else "")
+
+    def _again(self, state: State, call: InFlight, samples: tuple[int, ...], now: float, fault: str) -> Outcome:
+        """Samples of an ended call wait for another one; a `fault` counts against the request's retries."""
+        old = state.requests.get(call.request)
+        if old is None:
+            return state, []
+        failures = old.failures + bool(fault)
+        if failures > self._retries:
+            return _refuse(state, call, "infra", f"{failures} calls failed, the last one so: {fault}")
+        request = _replace(old, pending=samples, call=None, held_since=now, failures=failures)
+        interrupted = state.interrupted + call.drained
+        return _replace(state, requests={**state.requests, call.request: request}, interrupted=interrupted), []
 
     # --- after every input -------------------------------------------------------------------------------------------
 
@@ -366,10 +376,8 @@ def _avoid(state: State, engine: str, now: float) -> State:
     return _replace(state, avoided={**state.avoided, engine: Avoided(now + pause, old.failures + 1)})
 
 
-def _requeue(state: State, call: InFlight, samples: tuple[int, ...], now: float, failures: int | None = None) -> State:
-    old = state.requests[call.request]
-    request = _replace(
-        old, pending=samples, call=None, held_since=now, failures=old.failures if failures is None else failures
-    )
-    interrupted = state.interrupted + call.drained
-    return _replace(state, requests={**state.requests, call.request: request}, interrupted=interrupted)
+def _refuse(state: State, call: InFlight, kind: FailKind, reason: str) -> Outcome:
+    if call.request not in state.requests:
+        return state, []
+    refusal = Refuse(call.request, kind, f"{call.engine}: {reason}")
+    return _replace(state, requests=_without(state.requests, call.request)), [refusal]

@@ -203,6 +203,13 @@ def test_waits_of_the_predecessor_end_at_the_boot(fresh: Driver):
     assert [(w.on, w.seconds) for w in events(fresh.feed(Booted(2)), WaitEnded)] == [("refit", 5)]
 
 
+def test_refits_that_ended_before_the_boot_are_not_answered():
+    driver = Driver()
+    driver.all(Booted(1), ready("engine-0"))
+    assert events(driver.all(requested(1), committed(1), requested(2)), GateClosed) == []
+    assert [c.epoch for c in events(driver.feed(GatewayReady(gateway=ME, boot=1, url="u")), GateClosed)] == [2]
+
+
 # --- request ids -----------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +244,14 @@ def test_new_sessions_go_to_the_engine_with_the_fewest_samples_in_flight(serving
     others = [only(serving.arrive(k, n=3), Call).engine for k in (2, 3)]
     assert others == [{"engine-0": "engine-1", "engine-1": "engine-0"}[first]] * 2
     assert only(serving.arrive(4, n=1), Call).engine == others[0]
+
+
+def test_held_requests_are_spread_over_the_engines(serving: Driver):
+    serving.feed(requested(2))
+    for k in range(6):
+        serving.arrive(k, n=4)
+    engines = [call.engine for call in of(serving.feed(committed(2)), Call)]
+    assert {engine: engines.count(engine) for engine in engines} == {"engine-0": 3, "engine-1": 3}
 
 
 def test_a_session_keeps_its_engine_while_that_serves(serving: Driver):
@@ -386,7 +401,7 @@ def test_retries_are_bounded_and_the_last_reason_is_named(serving: Driver):
         commands = serving.feed(CallFailed(attempt + 1, "infra", f"reset {attempt}"))
         reasons += of(commands, Refuse)
         serving.at(serving.now + BACKOFF_MAX_S)
-    assert [(r.kind, r.reason.split(": ")[1]) for r in reasons] == [("infra", "reset 2")]
+    assert [(r.kind, r.reason[10:]) for r in reasons] == [("infra", "3 calls failed, the last one so: reset 2")]
     assert serving.state.requests == {}
 
 
@@ -454,6 +469,15 @@ def test_an_abort_that_nobody_asked_for_is_continued_elsewhere(serving: Driver):
     assert again.engine != first.engine
     assert again.samples == (1,)
     assert serving.state.requests[1].failures == 0
+
+
+def test_an_abort_that_nobody_asked_for_and_that_yields_nothing_costs_a_retry(serving: Driver):
+    serving.arrive(deadline_at=1e6)
+    refused = []
+    for call in (1, 2, 3):
+        refused += of(serving.feed(Answered(call, (Part(0, 0, "abort"),))), Refuse)
+        serving.at(serving.now + BACKOFF_MAX_S)
+    assert [r.kind for r in refused] == ["infra"]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,276 @@
+"""Performs what the gateway's core decides: keeps the tokens of each request, calls engines, answers callers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from actors.gateway.client import (
+    PROBLEMS,
+    DeadlineProblem,
+    Generated,
+    Sample,
+)
+from actors.gateway.core import GatewayCore
+from actors.gateway.http import Server
+from actors.gateway.state import (
+    AbortAll,
+    AbortCall,
+    Announce,
+    Answered,
+    Arrived,
+    Call,
+    CallFailed,
+    Left,
+    Listening,
+    Refuse,
+    Reply,
+    State,
+    gate,
+    held,
+)
+from actors.gateway.tokens import ModelFilesError, Tokens
+from actors.gateway.upstream import AnswerError, Draft, Job, absorb, body, rids
+from config.schema import RunConfig
+from contracts.core import Context, Fatal
+
+CONNECT_S = 10.0
+"""Longest wait for a connection to an engine."""
+ABORT_TIMEOUT_S = 2.0
+"""Longest wait for the answer to one abort."""
+ABORT_EVERY_S, ABORT_EVERY_MAX_S = 0.05, 1.0
+"""An abort that overtakes its request has no effect, so it is repeated: the first pause, doubled up to the last."""
+BACKSTOP_S = 2.0
+"""How long after its deadline a request is ended even if the core can't commit."""
+DATA_STATUS = frozenset((400, 413, 422))
+"""Answers of an engine that blame the request."""
+
+
+class Entry:
+    """A request in hand: its job, its samples so far, and the caller's answer."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.drafts = [Draft() for _ in range(job.n)]
+        self.answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+
+class Flight:
+    """A call in flight."""
+
+    def __init__(self, call: Call, post: asyncio.Task[Answered | CallFailed]) -> None:
+        self.call = call
+        self.post = post
+
+
+class GatewayShell:
+    """`contracts.core.Shell` of a gateway."""
+
+    def __init__(self, config: RunConfig, actor: str) -> None:
+        self.core = GatewayCore(actor, config.gateway, config.refit)
+        self._config = config
+        self._numbers = itertools.count(1)
+        self._entries: dict[int, Entry] = {}
+        self._flights: dict[int, Flight] = {}
+        self._announced = asyncio.Event()
+        self._server: Server | None = None
+        self._engines: aiohttp.ClientSession | None = None
+
+    async def start(self, context: Context) -> None:
+        """Load the tokenizer and listen; callers wait until `Announce`. Raises `Fatal`."""
+        self._context = context
+        self._tokens = await asyncio.to_thread(self._load_tokens)
+        self._engines = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        )
+        longest = min(self._tokens.context, self._config.engine.max_total_tokens)
+        self._server = Server(self._tokens, longest, self._config.gateway, context.clock, self._submit, self._status)
+        self._url = await self._server.start(self._config.network.host, patient=context.boot > 1)
+
+    async def perform(self, command: Any) -> Any | None:
+        match command:
+            case Call():
+                return await self._call(command)
+            case AbortCall():
+                return await self._abort(command)
+            case Reply():
+                return self._reply(command)
+            case Refuse():
+                return self._refuse(command)
+            case Announce():
+                self._announced.set()
+                return Listening(self._url)
+            case AbortAll():
+                aborts = [self._post_abort(url, prefix) for url in command.urls for prefix in command.prefixes]
+                await asyncio.gather(*aborts)
+                return None
+        raise TypeError(f"the gateway can't perform {command!r}")
+
+    def payload(self, handle: str) -> bytes:
+        raise KeyError(handle)
+
+    async def close(self) -> None:
+        if self._server is not None:
+            await self._server.close()
+        for flight in self._flights.values():
+            flight.post.cancel()
+        if self._engines is not None:
+            await self._engines.close()
+
+    def _load_tokens(self) -> Tokens:
+        from actors import models
+
+        source = self._config.model.source
+        try:
+            return Tokens(models.resolve(source, models.cache_dir(), self._config.model.params))
+        except (models.ModelError, ModelFilesError) as error:
+            raise Fatal(f"model.source={source!r}: {error}") from error
+
+    # --- callers -----------------------------------------------------------------------------------------------------
+
+    async def _submit(self, job: Job) -> Generated:
+        """Hand a job to the core and wait for its end. A caller that leaves cancels this."""
+        number = next(self._numbers)
+        entry = self._entries[number] = Entry(job)
+        try:
+            async with asyncio.timeout(job.deadline_at + BACKSTOP_S - self._context.clock.now()):
+                await self._announced.wait()
+                self._context.deliver(Arrived(number, job.n, job.session, job.deadline_at))
+                held_s = await entry.answer
+        except TimeoutError as error:
+            self._context.deliver(Left(number))
+            raise DeadlineProblem("the deadline passed, and the gateway's own actor could not act on it") from error
+        except asyncio.CancelledError:
+            self._context.deliver(Left(number))
+            raise
+        finally:
+            del self._entries[number]
+        return Generated(job.prompt_ids, [self._sample(draft) for draft in entry.drafts], held_s)
+
+    def _sample(self, draft: Draft) -> Sample:
+        return Sample(draft.ids, draft.logprobs, draft.spans, draft.finish, self._tokens.text(draft.ids))
+
+    def _reply(self, command: Reply) -> None:
+        if (answer := self._waiting(command.request)) is not None:
+            answer.set_result(command.held_s)
+
+    def _refuse(self, command: Refuse) -> None:
+        if (answer := self._waiting(command.request)) is not None:
+            answer.set_exception(PROBLEMS[command.kind](command.reason))
+
+    def _waiting(self, number: int) -> asyncio.Future[float] | None:
+        """The answer that a caller still waits for."""
+        entry = self._entries.get(number)
+        return None if entry is None or entry.answer.done() else entry.answer
+
+    def _status(self) -> dict[str, Any]:
+        state: State = self._context.state()
+        committed = state.committed
+        return {
+            "gate": gate(state),
+            "epoch": state.epoch,
+            "version": None if committed is None else committed.version,
+            "requests": len(state.requests),
+            "in_flight": sum(len(call.samples) for call in state.calls.values()),
+            "held": len(held(state)),
+        }
+
+    # --- engines -----------------------------------------------------------------------------------------------------
+
+    async def _call(self, call: Call) -> Answered | CallFailed:
+        entry = self._entries.get(call.request)
+        if entry is None:
+            return CallFailed(call.call, "infra", "the caller left")
+        post = asyncio.create_task(self._post(call, entry))
+        self._flights[call.call] = Flight(call, post)
+        try:
+            await asyncio.wait((post,))
+        finally:
+            post.cancel()
+            del self._flights[call.call]
+        return CallFailed(call.call, "infra", "it was cut off") if post.cancelled() else post.result()
+
+    async def _post(self, call: Call, entry: Entry) -> Answered | CallFailed:
+        headers = {
+            "content-type": "application/json",
+            "x-sluice-epoch": str(call.epoch),
+            "x-sluice-rids": ",".join(rids(call)),
+        }
+        limit = 65_536 + 256 * entry.job.max_new_tokens * len(call.samples)
+        try:
+            async with self._request(f"{call.url}/generate", body(entry.job, entry.drafts, call), headers) as response:
+                data = await _read(response, limit)
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            return CallFailed(call.call, "infra", f"{type(error).__name__}: {error}")
+        except AnswerError as error:
+            return CallFailed(call.call, "infra", str(error))
+        if response.status != 200:
+            return _failure(call, response.status, data)
+        boot = response.headers.get("x-sluice-boot")
+        if boot != str(call.boot):
+            return CallFailed(call.call, "infra", f"boot {boot} answered, boot {call.boot} is committed")
+        try:
+            return Answered(call.call, absorb(data, entry.job, entry.drafts, call, self._tokens.vocabulary))
+        except AnswerError as error:
+            return CallFailed(call.call, "infra", str(error))
+
+    async def _abort(self, command: AbortCall) -> None:
+        """Abort a call at its engine until it ends, and cut it off at the deadline."""
+        flight = self._flights.get(command.call)
+        if flight is None:
+            return
+        pause = ABORT_EVERY_S
+        clock = self._context.clock
+        while not flight.post.done() and (left := command.deadline_at - clock.now()) > 0:
+            abort = asyncio.create_task(self._post_abort(flight.call.url, flight.call.rid))
+            await asyncio.wait((abort, flight.post), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            abort.cancel()
+            await asyncio.wait((flight.post,), timeout=min(pause, left))
+            pause = min(2 * pause, ABORT_EVERY_MAX_S)
+        flight.post.cancel()
+
+    async def _post_abort(self, url: str, prefix: str) -> None:
+        """Ask once; what becomes of the call tells whether it helped."""
+        data = msgspec.json.encode({"rid": prefix})
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+            async with (
+                asyncio.timeout(ABORT_TIMEOUT_S),
+                self._request(f"{url}/abort_request", data, {"content-type": "application/json"}) as response,
+            ):
+                await _read(response, 65_536)
+
+    @contextlib.asynccontextmanager
+    async def _request(self, url: str, data: bytes, headers: dict[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
+        assert self._engines is not None
+        async with self._engines.post(url, data=data, headers=headers) as response:
+            yield response
+
+
+async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    """The whole body. Raises `AnswerError` beyond `limit` bytes."""
+    chunks, size = [], 0
+    async for chunk in response.content.iter_any():
+        size += len(chunk)
+        if size > limit:
+            raise AnswerError(f"the answer exceeds {limit} bytes")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _failure(call: Call, status: int, data: bytes) -> CallFailed:
+    text = data[:500].decode(errors="replace")
+    if status == 409:
+        return CallFailed(call.call, "not_serving", f"409 {text}")
+    return CallFailed(call.call, "data" if status in DATA_STATUS else "infra", f"{status} {text}")
+
+
+def build(config: RunConfig, actor: str) -> GatewayShell:
+    """The shell of gateway `actor`."""
+    return GatewayShell(config, actor)

@@ -1,0 +1,160 @@
+"""How to call the gateway: the forms that cross the wire, the errors by kind, and a client.
+
+The client imports no tokenizer: any process may use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import aiohttp
+import msgspec
+
+from contracts.trajectory import Sampling
+
+MARGIN_S = 5.0
+"""What the client waits beyond a request's deadline for the gateway's own answer."""
+
+
+class Span(msgspec.Struct, frozen=True):
+    """Tokens [start, end) of `output_ids`: the committed version, engine and boot that sampled them."""
+
+    start: int
+    end: int
+    version: int
+    engine: str
+    boot: int
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One completion. `logprobs`: natural log of each output token's probability, finite and <= 0. `spans` tile it.
+
+    `output_ids` include the end token, `text` leaves special tokens out. `finish_reason`: `stop` or `length`.
+    """
+
+    output_ids: list[int]
+    logprobs: list[float]
+    spans: list[Span]
+    finish_reason: str
+    text: str
+
+
+class Generated(msgspec.Struct, frozen=True):
+    """The answer to one request: the exact prompt, its samples in order, and the seconds it was held by refits."""
+
+    prompt_ids: list[int]
+    samples: list[Sample]
+    held_s: float
+
+
+class Problem(Exception):
+    """The gateway refused or failed a request. Subclasses say what kind it was."""
+
+    kind: ClassVar[str]
+    status: ClassVar[int]
+
+
+class DataProblem(Problem):
+    """The request itself is wrong: sending it again won't help."""
+
+    kind, status = "data", 400
+
+
+class NoncontiguousProblem(DataProblem):
+    """The rendered conversation does not begin with the tokens that the episode carries."""
+
+    kind = "noncontiguous"
+
+
+class InfraProblem(Problem):
+    """Engines or the gateway failed: worth another try."""
+
+    kind, status = "infra", 503
+
+
+class DeadlineProblem(Problem):
+    """The request's deadline passed."""
+
+    kind, status = "timeout", 504
+
+
+PROBLEMS: Mapping[str, type[Problem]] = {
+    problem.kind: problem for problem in (DataProblem, NoncontiguousProblem, InfraProblem, DeadlineProblem)
+}
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    type: str
+    message: str
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    """Body of every answer but 200."""
+
+    error: ErrorBody
+
+
+_generated = msgspec.json.Decoder(Generated)
+_error = msgspec.json.Decoder(ErrorReply)
+
+
+class GatewayClient:
+    """Calls the gateway at `url` (from `gateway.ready`; set it anew when a restarted gateway announces itself)."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._session: aiohttp.ClientSession | None = None
+
+    async def generate(
+        self,
+        *,
+        session: str,
+        sampling: Sampling,
+        deadline_s: float,
+        prompt: str | None = None,
+        messages: Sequence[Mapping[str, Any]] | None = None,
+        input_ids: Sequence[int] | None = None,
+        prefix_ids: Sequence[int] = (),
+        n: int = 1,
+    ) -> Generated:
+        """Sample `n` completions of one prompt, given as text, chat messages or token ids.
+
+        `session` names the episode: its turns go to one engine where possible. `prefix_ids` are the exact ids that the
+        episode carries already. `prompt` and `input_ids` are what follows them; `messages` is the whole conversation,
+        of which the part behind them is tokenised. Raises `DataProblem`, `InfraProblem` or `DeadlineProblem`.
+        """
+        body: dict[str, Any] = {"session": session, "n": n, "deadline_s": deadline_s, "sampling": _sampling(sampling)}
+        given = {"prompt": prompt, "messages": messages, "input_ids": input_ids, "prefix_ids": prefix_ids or None}
+        body |= {name: value for name, value in given.items() if value is not None}
+        status, data = await self._post(msgspec.json.encode(body), deadline_s)
+        try:
+            if status == 200:
+                return _generated.decode(data)
+            error = _error.decode(data).error
+        except (msgspec.DecodeError, msgspec.ValidationError) as malformed:
+            raise InfraProblem(f"{self.url} answered {status} with {data[:200]!r}: {malformed}") from malformed
+        raise PROBLEMS.get(error.type, InfraProblem)(error.message)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _post(self, data: bytes, deadline_s: float) -> tuple[int, bytes]:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        timeout = aiohttp.ClientTimeout(total=deadline_s + MARGIN_S)
+        headers = {"content-type": "application/json"}
+        try:
+            async with self._session.post(
+                f"{self.url}/generate", data=data, headers=headers, timeout=timeout
+            ) as response:
+                return response.status, await response.read()
+        except TimeoutError as error:
+            raise DeadlineProblem(f"{self.url} did not answer within {deadline_s + MARGIN_S:.0f} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise InfraProblem(f"{self.url} can't be reached: {type(error).__name__}: {error}") from error
+
+
+def _sampling(sampling: Sampling) -> dict[str, Any]:
+    return {name: value for name, value in msgspec.structs.asdict(sampling).items() if value is not None}
