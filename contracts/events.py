@@ -131,7 +131,7 @@ class GroupRef(msgspec.Struct, frozen=True):
 class BatchReady(Record, frozen=True, kw_only=True, tag="batch.ready"):
     """Buffer -> trainer: the groups of one optimizer step.
 
-    `batch` is dense and never reused. The trainer acks the entry when a durable checkpoint covers the step, so an
+    `batch` counts from 1 and is never reused. The trainer acks the entry when a durable checkpoint covers the step, so an
     entry still pending after a crash is trained again from that checkpoint, in order.
     """
 

@@ -120,8 +120,8 @@ class Verifier:
         self._dropped[event.index] = event.reason
 
     def _on_batch_ready(self, event: events.BatchReady) -> None:
-        if event.batch != len(self._batches):
-            self._find("batches-dense", f"batch {event.batch} follows {len(self._batches) - 1}")
+        if event.batch != len(self._batches) + 1:
+            self._find("batches-dense", f"batch {event.batch} follows {len(self._batches)}")
         self._batches[event.batch] = event
         for group in event.groups:
             if group.index in self._dropped:

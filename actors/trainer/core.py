@@ -22,6 +22,7 @@ from contracts.events import (
     PolicyReady,
     RefitFailed,
     RefitRequested,
+    RunStarted,
     RunStopping,
     StepFinished,
     TrainingFinished,
@@ -269,6 +270,9 @@ class TrainerCore:
                 return state, (Abandon(failed.epoch),)
             case RunStopping():
                 state = msgspec.structs.replace(state, stopping=True)
+                return self._next(state, now) if state.phase == "idle" else (state, ())
+            case RunStarted() if state.stopping:
+                state = msgspec.structs.replace(state, stopping=False)
                 return self._next(state, now) if state.phase == "idle" else (state, ())
         return state, ()
 

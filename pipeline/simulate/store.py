@@ -114,6 +114,10 @@ class MemoryStore:
         held = sorted(n for n, pending in self.streams[stream].pending.items() if pending.consumer == actor)
         return [WorkEntry(stream, f"{n}-0", data[n], self.streams[stream].pending[n].deliveries) for n in held]
 
+    def waiting(self, stream: str) -> int:
+        """Entries that nobody got yet."""
+        return len(self.streams[stream].entries) - self.streams[stream].next_new
+
     def read_new(self, stream: str, actor: str, count: int) -> list[WorkEntry]:
         """Up to `count` entries that nobody got yet."""
         source = self.streams[stream]

@@ -175,6 +175,21 @@ def test_stopping_saves_what_is_trained_and_then_leaves(moment: str):
     assert driver.core.intake(driver.state) == {}
 
 
+@pytest.mark.parametrize("idle", [True, False])
+def test_a_run_that_is_started_again_goes_on_training(idle: bool):
+    driver = Driver()
+    driver.boot()
+    if not idle:
+        driver.feed(batch(0))
+    driver.feed(delivered(events.RunStopping(reason="ctrl-c")))
+    driver.feed(delivered(events.RunStarted(config_digest="d", resumed=True)))
+    if idle:
+        assert isinstance(driver.feed(batch(0))[-1], core.Train)
+    driver.trained()
+    assert driver.state.step == 1
+    assert not driver.core.done(driver.state)
+
+
 def test_a_transfer_is_offered_sent_and_reported_under_its_epoch():
     driver = Driver()
     driver.boot()
