@@ -1,0 +1,311 @@
+"""What the refit coordinator decides: when a barrier begins, for which version, and who takes part.
+
+idle -> opening (the epoch's number goes to disk) -> draining -> transferring -> idle; `actors.refit.barrier` has the
+rules within an epoch. Invariants: at most one commit an epoch, and none after a newer epoch began; only engines whose
+load was acknowledged by (epoch, boot), with the digest that was offered, are committed; nothing is transferred before
+all gates are closed and all receivers are drained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from actors.refit.barrier import COLLECTIVE_STRIKES, Barriers
+from actors.refit.state import Barrier, Engine, FsyncHigh, Gateway, HighWritten, RefitState, Seat, Trainer, Turn, Wait
+from config.schema import EngineConfig, GatewayConfig, LaunchConfig, RefitConfig
+from contracts.core import Booted, Delivered, Emit, Raise
+from contracts.events import (
+    ActorBooted,
+    ActorFailed,
+    EngineDead,
+    EngineReady,
+    Event,
+    GatewayReady,
+    Member,
+    PolicyReady,
+    RefitRequested,
+    RunStarted,
+    RunStopping,
+    StepFinished,
+)
+
+
+class RefitCore:
+    """The coordinator. `barriers` holds the rules of an epoch."""
+
+    state_type = RefitState
+    local_type = HighWritten
+    work: tuple[str, ...] = ()
+    watch = ("policy", "refit", "fleet", "control")
+
+    def __init__(
+        self,
+        refit: RefitConfig,
+        engine: EngineConfig,
+        gateway: GatewayConfig,
+        launch: LaunchConfig,
+        actor: str = "refit",
+    ) -> None:
+        self.barriers = Barriers(refit, actor)
+        self._refit = refit
+        self._start_deadline_s = launch.start_deadline_s
+        self._engines = tuple(f"engine-{i}" for i in range(engine.count))
+        self._gateways = tuple(f"gateway-{i}" for i in range(gateway.count))
+        self._actor = actor
+
+    def initial(self) -> RefitState:
+        """Nothing is known yet."""
+        return RefitState()
+
+    def intake(self, state: RefitState) -> Mapping[str, int]:
+        """It takes no work."""
+        return {}
+
+    def done(self, state: RefitState) -> bool:
+        """No epoch is under way any more."""
+        return state.stopping and state.phase == "idle"
+
+    def wake(self, state: RefitState) -> float | None:
+        """The next deadline, or the end of a pause between epochs."""
+        if state.barrier is not None:
+            return self.barriers.wake(state.barrier)
+        if state.phase == "opening" or state.stopping or state.halted:
+            return None
+        if state.wait is not None:
+            return state.wait.deadline_at
+        if state.failures:
+            return state.retry_at
+        return min((e.eligible_at for e in state.engines.values() if e.up and not e.serving), default=None)
+
+    def step(self, state: RefitState, input: Any, now: float) -> tuple[RefitState, Sequence[Any]]:
+        """Take one input, then go as far as it allows."""
+        turn = Turn(state, now)
+        match input:
+            case Booted(boot=boot):
+                self._booted(turn, boot)
+            case HighWritten(epoch=epoch):
+                self._opened(turn, epoch)
+            case Delivered(envelope=envelope):
+                self._event(turn, envelope.body, envelope.boot, envelope.run)
+            case _:
+                pass
+        self.barriers.advance(turn)
+        if turn.state.phase == "idle":
+            self._idle(turn)
+        turn.announce(self._actor, *self._wait(turn.state, now))
+        return turn.state, tuple(turn.commands)
+
+    def _booted(self, turn: Turn, boot: int) -> None:
+        """Only the write of a high-water mark dies with a process. Its number may be on disk: it is not taken again."""
+        turn.set(boot=boot)
+        if turn.state.phase == "opening":
+            self._begin(turn)
+
+    def _event(self, turn: Turn, event: Event, boot: int, run: str) -> None:
+        match event:
+            case PolicyReady():
+                self._policy_ready(turn, event, run)
+            case StepFinished():
+                self._step_finished(turn, event)
+            case EngineReady():
+                self._engine_ready(turn, event, boot)
+            case EngineDead():
+                self._engine_dead(turn, event)
+            case GatewayReady():
+                self._gateway_ready(turn, event)
+            case ActorBooted():
+                self._actor_booted(turn, event)
+            case RunStarted(resumed=resumed):
+                turn.set(gathering=turn.state.gathering or resumed)
+            case RunStopping():
+                turn.set(stopping=True)
+            case _ if turn.state.barrier is not None:
+                self.barriers.ack(turn, event)
+            case _:
+                pass
+
+    # --- the trainer -------------------------------------------------------------------------------------------------
+
+    def _policy_ready(self, turn: Turn, event: PolicyReady, run: str) -> None:
+        known = turn.state.trainer
+        if known is not None and event.trainer_boot < known.boot:
+            return
+        turn.set(trainer=Trainer(event.trainer_boot, ((event.version, event.step),), run))
+        self._trainer_booted(turn, event.trainer_boot)
+
+    def _step_finished(self, turn: Turn, event: StepFinished) -> None:
+        trainer = turn.state.trainer
+        if trainer is None or trainer.boot != event.trainer_boot:
+            return
+        kept = () if turn.state.barrier is None else trainer.versions
+        turn.set(trainer=replace(trainer, versions=(*kept, (event.version, event.step))))
+
+    def _trainer_booted(self, turn: Turn, boot: int) -> None:
+        if turn.state.barrier is not None:
+            self.barriers.trainer_booted(turn, boot)
+
+    # --- the fleet ---------------------------------------------------------------------------------------------------
+
+    def _engine_ready(self, turn: Turn, event: EngineReady, actor_boot: int) -> None:
+        known = turn.state.engines.get(event.engine)
+        if known is not None and event.boot < known.boot:
+            return
+        if known is not None and event.boot > known.boot:
+            self._engine_down(turn, event.engine, "Restarted", f"was restarted as boot {event.boot}")
+            known = turn.state.engines[event.engine]
+        elif known is not None and known.up:
+            return
+        strikes, eligible_at = (0, 0.0) if known is None else (known.strikes, known.eligible_at)
+        engine = Engine(event.boot, actor_boot, event.ranks, strikes=strikes, eligible_at=eligible_at)
+        turn.set(engines={**turn.state.engines, event.engine: engine})
+
+    def _engine_dead(self, turn: Turn, event: EngineDead) -> None:
+        known = turn.state.engines.get(event.engine)
+        if known is not None and known.boot == event.boot:
+            self._engine_down(turn, event.engine, "Died", f"died: {event.reason}")
+
+    def _engine_down(self, turn: Turn, name: str, error: str, reason: str) -> None:
+        state = turn.state
+        member = Member(name, state.engines[name].boot)
+        turn.set_engine(name, up=False, serving=False)
+        if state.group is not None and any(m.engine == name for m in state.group.members):
+            turn.set(group=None)
+        if state.barrier is not None:
+            self.barriers.engine_lost(turn, member.actor, member.boot, error, reason)
+        elif member in state.suspects:
+            turn.set(suspects=tuple(s for s in state.suspects if s != member))
+            self.barriers.strike(turn, name, COLLECTIVE_STRIKES)
+
+    def _gateway_ready(self, turn: Turn, event: GatewayReady) -> None:
+        known = turn.state.gateways.get(event.gateway)
+        if known is not None and (event.boot < known.boot or (event.boot == known.boot and known.up)):
+            return
+        turn.set(gateways={**turn.state.gateways, event.gateway: Gateway(event.boot)})
+        if turn.state.barrier is not None:
+            self.barriers.gateway_booted(turn, event.gateway, event.boot)
+
+    def _actor_booted(self, turn: Turn, event: ActorBooted) -> None:
+        state, name, boot = turn.state, event.actor, event.boot
+        if name in state.engines and boot > state.engines[name].actor_boot:
+            self._engine_down(turn, name, "Restarted", f"was restarted as boot {boot}")
+        elif name in state.gateways and boot > state.gateways[name].boot:
+            down = replace(state.gateways[name], up=False, open=False)
+            turn.set(gateways={**state.gateways, name: down})
+        elif name == "trainer" and state.trainer is not None and boot > state.trainer.boot:
+            turn.set(trainer=Trainer(boot))
+            self._trainer_booted(turn, boot)
+
+    # --- the beginning of an epoch -----------------------------------------------------------------------------------
+
+    def _idle(self, turn: Turn) -> None:
+        state, now = turn.state, turn.now
+        if not self._need(state, now):
+            return
+        missing = self._missing(state)
+        if not missing and now >= state.retry_at:
+            self._begin(turn)
+        elif missing and state.wait is not None and now >= state.wait.deadline_at:
+            message = (
+                f"no refit can begin, {', '.join(missing)} not ready after {now - state.wait.since:.0f} s: "
+                f"see their logs, or raise launch.start_deadline_s (now {self._start_deadline_s:g})"
+            )
+            turn.do(Emit(ActorFailed(actor=self._actor, error="StartTimeout", message=message, fatal=True)))
+            turn.set(halted=True)
+
+    def _need(self, state: RefitState, now: float) -> bool:
+        """A new version is due, the trainer was restored, or members are up that don't serve the last commit."""
+        committed, trainer = state.committed, state.trainer
+        if state.stopping or state.halted:
+            return False
+        if committed is None or state.failures:
+            return True
+        if trainer is not None and trainer.versions:
+            due = trainer.versions[-1][1] - committed.step >= self._refit.every
+            if due or trainer.boot != committed.trainer_boot:
+                return True
+        joining = any(e.up and not e.serving and e.eligible_at <= now for e in state.engines.values())
+        return joining or any(g.up and not g.open for g in state.gateways.values())
+
+    def _missing(self, state: RefitState) -> tuple[str, ...]:
+        """Who must be ready before an epoch can begin, and isn't: one engine and the trainer, at the start all."""
+        trainer = () if state.trainer is not None and state.trainer.versions else ("trainer",)
+        engines = tuple(n for n in self._engines if n not in state.engines or not state.engines[n].up)
+        if not state.gathering:
+            return (*(engines if len(engines) == len(self._engines) else ()), *trainer)
+        gateways = tuple(n for n in self._gateways if n not in state.gateways or not state.gateways[n].up)
+        return (*engines, *gateways, *trainer)
+
+    def _begin(self, turn: Turn) -> None:
+        epoch = turn.state.epoch + 1
+        turn.set(phase="opening", epoch=epoch)
+        turn.do(FsyncHigh(epoch))
+
+    def _opened(self, turn: Turn, epoch: int) -> None:
+        """The number is durable: ask for the barrier, unless what called for it is gone."""
+        state = turn.state
+        if state.phase != "opening" or epoch != state.epoch:
+            return
+        turn.set(phase="idle")
+        if self._need(state, turn.now) and not self._missing(state):
+            self._request(turn)
+
+    def _request(self, turn: Turn) -> None:
+        """From here on nothing serves until a commit says so."""
+        state, now = turn.state, turn.now
+        assert state.trainer is not None
+        version, step = state.trainer.versions[-1]
+        barrier = Barrier(
+            epoch=state.epoch,
+            version=version,
+            step=step,
+            trainer_boot=state.trainer.boot,
+            requested_at=now,
+            drain_at=now + min(self._refit.drain_deadline_s, self._refit.deadline_s),
+            deadline_at=now + self._refit.deadline_s,
+            seats=self._seats(state, now),
+            gates=tuple(Member(name, g.boot) for name, g in sorted(state.gateways.items()) if g.up),
+        )
+        turn.set(
+            phase="draining",
+            barrier=barrier,
+            suspects=(),
+            trainer=replace(state.trainer, versions=((version, step),)),
+            engines={name: replace(e, serving=False) for name, e in state.engines.items()},
+            gateways={name: replace(g, open=False) for name, g in state.gateways.items()},
+        )
+        turn.do(Raise("epoch", state.epoch))
+        request = RefitRequested(
+            epoch=state.epoch,
+            version=version,
+            step=step,
+            engines=tuple(Member(s.engine, s.boot) for s in barrier.seats),
+            gateways=barrier.gates,
+            drain=self._refit.drain,
+            deadline_at=barrier.deadline_at,
+        )
+        turn.emit(request)
+        turn.log(
+            "refit requested",
+            engines=[m.actor for m in request.engines],
+            gateways=[m.actor for m in request.gateways],
+        )
+
+    def _seats(self, state: RefitState, now: float) -> tuple[Seat, ...]:
+        """Engines that are up and not left out for their faults; all that are up when there would be none."""
+        up = [(name, e) for name, e in sorted(state.engines.items()) if e.up]
+        chosen = [(name, e) for name, e in up if e.eligible_at <= now] or up
+        return tuple(Seat(name, e.boot, e.ranks) for name, e in chosen)
+
+    # --- waits -------------------------------------------------------------------------------------------------------
+
+    def _wait(self, state: RefitState, now: float) -> tuple[Wait | None, str]:
+        if state.barrier is not None:
+            return self.barriers.wait(state.barrier)
+        missing = self._missing(state)
+        if state.phase != "idle" or not missing or not self._need(state, now):
+            return None, ""
+        on = ",".join(missing)
+        return Wait("fleet", on, now, now + self._start_deadline_s), f"a refit is due and {on} not ready"

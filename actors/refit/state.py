@@ -1,0 +1,219 @@
+"""What the refit coordinator remembers, what comes back from its shell, and what it asks of it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from contracts.core import Emit
+from contracts.events import Event, Member, Rank, WaitEnded, WaitStarted
+
+Phase = Literal["idle", "opening", "draining", "transferring"]
+
+# --- inputs and commands of its own ----------------------------------------------------------------------------------
+
+
+class HighWritten(msgspec.Struct, frozen=True, tag="high_written"):
+    """The high-water mark `epoch` is on disk."""
+
+    epoch: int
+
+
+class FsyncHigh(msgspec.Struct, frozen=True):
+    """Write `epoch` durably to the run directory before anything carries it."""
+
+    epoch: int
+
+
+class Log(msgspec.Struct, frozen=True):
+    """Write one line to the run's log."""
+
+    text: str
+    fields: dict[str, Any]
+    warning: bool = False
+
+
+# --- state -----------------------------------------------------------------------------------------------------------
+
+
+class Trainer(msgspec.Struct, frozen=True):
+    """The newest boot of the trainer. `versions` are its (version, step) pairs since the last request, newest last."""
+
+    boot: int
+    versions: tuple[tuple[int, int], ...] = ()
+    """Empty until `policy.ready`."""
+    run: str = ""
+
+    def step_of(self, version: int) -> int | None:
+        """Optimizer step of a version of this boot, None while its event has not been read."""
+        return dict(self.versions).get(version)
+
+
+class Engine(msgspec.Struct, frozen=True):
+    """The newest known boot of one engine. `actor_boot` is the boot of the process that announced it."""
+
+    boot: int
+    actor_boot: int
+    ranks: int
+    up: bool = True
+    serving: bool = False
+    strikes: int = 0
+    """Faults since its last commit, over boots."""
+    eligible_at: float = 0.0
+    """Takes part in no refit before, as long as another engine can."""
+
+
+class Gateway(msgspec.Struct, frozen=True):
+    """The newest known boot of one gateway. `open`: it listens and has a commit to serve."""
+
+    boot: int
+    up: bool = True
+    open: bool = False
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """An engine's part in the current epoch."""
+
+    engine: str
+    boot: int
+    ranks: int
+    drained: bool = False
+    loaded: bool = False
+
+
+class Group(msgspec.Struct, frozen=True):
+    """A weight-update group; equal groups of one name hold the same processes."""
+
+    name: str
+    members: tuple[Rank, ...]
+    trainer_boot: int
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """What the trainer is ready to send."""
+
+    version: int
+    bytes: int
+    digest: str
+
+
+class Barrier(msgspec.Struct, frozen=True):
+    """One epoch, from `refit.requested` to its end. Engines that were expelled have left `seats`."""
+
+    epoch: int
+    version: int
+    step: int
+    trainer_boot: int
+    requested_at: float
+    drain_at: float
+    deadline_at: float
+    seats: tuple[Seat, ...]
+    gates: tuple[Member, ...]
+    """Gateways whose gate is not known to be closed yet."""
+    offer: Offer | None = None
+    started_at: float | None = None
+    group: Group | None = None
+    transfer_s: float | None = None
+    """Set once the trainer sent everything."""
+
+
+class Committed(msgspec.Struct, frozen=True):
+    """The last commit."""
+
+    epoch: int
+    version: int
+    step: int
+    trainer_boot: int
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """An announced wait. `key` tells whether it is still the same one."""
+
+    key: str
+    on: str
+    since: float
+    deadline_at: float
+
+
+class RefitState(msgspec.Struct, frozen=True):
+    """Everything the coordinator decides from."""
+
+    boot: int = 0
+    phase: Phase = "idle"
+    epoch: int = 0
+    """Highest epoch number taken, also when nothing has carried it yet."""
+    trainer: Trainer | None = None
+    engines: dict[str, Engine] = {}
+    gateways: dict[str, Gateway] = {}
+    barrier: Barrier | None = None
+    committed: Committed | None = None
+    group: Group | None = None
+    """The group that carried the last commit, if every member of it came through."""
+    gathering: bool = True
+    """The whole fleet is awaited before the next epoch: at the start, and when a run is resumed."""
+    failures: int = 0
+    retry_at: float = 0.0
+    suspects: tuple[Member, ...] = ()
+    """Members of the epoch that failed last, until the next one begins."""
+    wait: Wait | None = None
+    stopping: bool = False
+    halted: bool = False
+
+
+class Turn:
+    """One step in the making: the state so far and the commands in order."""
+
+    def __init__(self, state: RefitState, now: float) -> None:
+        self.state = state
+        self.now = now
+        self.commands: list[Any] = []
+
+    @property
+    def barrier(self) -> Barrier:
+        """The current epoch; only called while there is one."""
+        assert self.state.barrier is not None
+        return self.state.barrier
+
+    def set(self, **changes: Any) -> None:
+        """Change fields of the state."""
+        self.state = replace(self.state, **changes)
+
+    def set_barrier(self, **changes: Any) -> None:
+        """Change fields of the current epoch."""
+        self.set(barrier=replace(self.barrier, **changes))
+
+    def set_engine(self, name: str, **changes: Any) -> None:
+        """Change fields of one engine."""
+        engines = self.state.engines
+        self.set(engines={**engines, name: replace(engines[name], **changes)})
+
+    def set_seat(self, name: str, **changes: Any) -> None:
+        """Change fields of one engine's part in the epoch."""
+        seats = tuple(replace(s, **changes) if s.engine == name else s for s in self.barrier.seats)
+        self.set_barrier(seats=seats)
+
+    def do(self, *commands: Any) -> None:
+        """Add commands."""
+        self.commands.extend(commands)
+
+    def emit(self, event: Event) -> None:
+        """Emit an event of the current epoch."""
+        self.do(Emit(event, correlation=f"refit-{self.barrier.epoch}"))
+
+    def log(self, text: str, *, warning: bool = False, **fields: Any) -> None:
+        """Log one step of the current epoch."""
+        barrier = self.barrier
+        self.do(Log(text, {"epoch": barrier.epoch, "version": barrier.version, **fields}, warning))
+
+    def announce(self, actor: str, wanted: Wait | None, cause: str) -> None:
+        """Say which wait began or ended with this step."""
+        held = self.state.wait
+        if (held and held.key) == (wanted and wanted.key):
+            return
+        if held is not None:
+            self.do(Emit(WaitEnded(actor=actor, on=held.on, seconds=self.now - held.since)))
+        if wanted is not None:
+            self.do(Emit(WaitStarted(actor=actor, on=wanted.on, cause=cause, deadline_at=wanted.deadline_at)))
+        self.set(wait=wanted)
