@@ -228,6 +228,7 @@ class Server:
         live = {
             "weight_version": self.scheduler.version,
             "groups": self.groups.names(),
+            "held": len(self.gate.held),
             "internal_states": [stats],
         }
         return _json({**self.info["server"], **live})

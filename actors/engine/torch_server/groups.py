@@ -7,6 +7,8 @@ sender serves both. The process's default group is never touched.
 from __future__ import annotations
 
 import math
+import socket
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,6 +25,7 @@ from torch.distributed.distributed_c10d import (
 from torch.distributed.rendezvous import rendezvous
 
 BACKENDS = ("gloo", "nccl")
+POLL = 0.05  # seconds
 
 
 class GroupError(RuntimeError):
@@ -63,6 +66,7 @@ class Groups:
         if not 0 < rank < world:
             raise GroupError(f"rank is {rank} of {world}: rank_offset must be in [1, world_size)")
         try:
+            self._await_listener(address, port)
             store, _, _ = next(rendezvous(f"tcp://{address}:{port}", rank, world, timeout=self.timeout))
             store.set_timeout(self.timeout)
             group, _ = _new_process_group_helper(
@@ -74,10 +78,22 @@ class Groups:
                 group_name=name,
                 timeout=self.timeout,
             )
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError) as error:
             raise GroupError(f"joining group {name!r} at {address}:{port}: {error}") from error
         _world.pg_group_ranks[group] = {i: i for i in range(world)}
         self._groups[name] = group, self.device if backend == "nccl" else torch.device("cpu")
+
+    def _await_listener(self, address: str, port: int) -> None:
+        """Wait for rank 0's store; torch's own client retries to about twice its timeout. Raises OSError."""
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        while True:
+            try:
+                socket.create_connection((address, port), max(deadline - time.monotonic(), 0.001)).close()
+                return
+            except OSError as error:
+                if time.monotonic() + POLL > deadline:
+                    raise TimeoutError(f"nothing listened within {self.timeout.total_seconds()} s ({error})") from error
+            time.sleep(POLL)
 
     def receive(self, name: str, incoming: Sequence[Incoming], bucket: bool) -> list[tuple[str, torch.Tensor]]:
         """The named tensors rank 0 broadcasts: one by one, or as one bucket of bytes in the order given.
