@@ -1,0 +1,252 @@
+"""The archive: append-only segments of zstd frames, each frame one msgpack array of `[stream, entry, data]`.
+
+A frame is written in one go, so a crash can tear the last frame of a segment only; reading stops before it. A restarted
+writer begins a new segment behind the last whole frame. `zstd -dc events/*.zst` reads a segment without this module.
+`index.json` lists the closed segments: what is in them, and how many of their bytes count.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import msgspec
+import zstandard
+
+from actors.recorder.ordering import order
+from contracts.core import Entry
+
+LEVEL = 3
+CHUNK = 1 << 20
+"""Bytes read from a segment at a time."""
+
+
+class ArchiveError(Exception):
+    """A closed segment is damaged: says which file and where."""
+
+
+class ArchiveBusy(ArchiveError):
+    """Another process writes this archive."""
+
+
+class Span(msgspec.Struct, frozen=True):
+    """The entries of one stream in one segment."""
+
+    first: str
+    last: str
+    count: int
+
+
+class Segment(msgspec.Struct, frozen=True, kw_only=True):
+    """A closed segment. `bytes` counts whole frames only; the file may go on with a torn one."""
+
+    file: str
+    bytes: int
+    records: int
+    streams: dict[str, Span]
+    opened_at: float
+    closed_at: float
+
+
+class Index(msgspec.Struct, frozen=True):
+    """index.json."""
+
+    segments: tuple[Segment, ...] = ()
+
+
+class _Record(msgspec.Struct, frozen=True, array_like=True):
+    stream: str
+    entry: str
+    data: bytes
+
+
+_frame_encoder = msgspec.msgpack.Encoder()
+_frame_decoder = msgspec.msgpack.Decoder(list[_Record])
+
+
+class Writer:
+    """Appends to the archive in `folder`, as its only writer: raises `ArchiveBusy` while another one lives.
+
+    Opening it closes what an earlier writer left open. `last` maps each stream to its last archived entry: records up
+    to it are not taken again, so nothing is archived twice.
+    """
+
+    def __init__(self, folder: Path, now: float) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _lock(folder)
+        self._folder = folder
+        self._index = read_index(folder)
+        self._recover(now)
+        self.last: dict[str, str] = {}
+        for segment in self._index.segments:
+            for stream, span in segment.streams.items():
+                self.last[stream] = span.last
+        self._pending: list[_Record] = []
+        self._writing = threading.Lock()
+        self._file: int | None = None
+        self._name = ""
+        self._bytes = 0
+        self._opened_at = now
+        self._spans: dict[str, Span] = {}
+
+    def append(self, stream: str, entry: str, data: bytes) -> bool:
+        """Take one record, in memory until `flush`; False if it is archived already."""
+        if stream in self.last and order(entry) <= order(self.last[stream]):
+            return False
+        self.last[stream] = entry
+        self._pending.append(_Record(stream, entry, data))
+        return True
+
+    def flush(self, now: float) -> int:
+        """Write what was taken as one frame and make it durable; answers its bytes. Safe beside `append`."""
+        with self._writing:
+            return self._write(now)
+
+    def _write(self, now: float) -> int:
+        pending, self._pending = self._pending, []
+        if not pending:
+            return 0
+        if self._file is None:
+            self._file = self._open(now)
+        frame = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(_frame_encoder.encode(pending))
+        view = memoryview(frame)
+        while view:
+            view = view[os.write(self._file, view) :]
+        os.fsync(self._file)
+        self._bytes += len(frame)
+        _count(self._spans, pending)
+        return len(frame)
+
+    def rotate(self, now: float) -> int:
+        """Flush and close the segment; the next flush begins another. Answers the bytes flushed."""
+        with self._writing:
+            size = self._write(now)
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
+                self._add(self._name, self._bytes, self._spans, self._opened_at, now)
+        return size
+
+    def close(self, now: float) -> None:
+        """Rotate and let go of the archive."""
+        self.rotate(now)
+        os.close(self._lock)
+
+    # --- segments ---
+
+    def _open(self, now: float) -> int:
+        number = len(self._index.segments) + 1
+        self._name = f"{number:06d}.zst"
+        self._bytes, self._spans, self._opened_at = 0, {}, now
+        return os.open(self._folder / self._name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+
+    def _recover(self, now: float) -> None:
+        """Close segments that are not in the index: all but their torn ends counts."""
+        for path in _unlisted(self._folder, self._index):
+            spans: dict[str, Span] = {}
+            size = 0
+            for records, end in _frames(path, None):
+                _count(spans, records)
+                size = end
+            self._add(path.name, size, spans, path.stat().st_mtime, now)
+
+    def _add(self, name: str, size: int, spans: dict[str, Span], opened_at: float, closed_at: float) -> None:
+        segment = Segment(
+            file=name,
+            bytes=size,
+            records=sum(span.count for span in spans.values()),
+            streams=spans,
+            opened_at=opened_at,
+            closed_at=closed_at,
+        )
+        self._index = Index((*self._index.segments, segment))
+        draft = self._folder / ".index.json"
+        draft.write_bytes(msgspec.json.encode(self._index))
+        os.replace(draft, self._folder / "index.json")
+
+
+def _lock(folder: Path) -> int:
+    handle = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(handle)
+        raise ArchiveBusy(f"{folder} is written by another process: a run has one recorder") from error
+    return handle
+
+
+def read(folder: Path, streams: Collection[str] | None = None) -> Iterator[Entry]:
+    """Archived records in the order in which they were archived, of `streams` or of all.
+
+    May run beside a writer: it then ends at the last whole frame. Raises `ArchiveError` for a damaged closed segment.
+    """
+    index = read_index(folder)
+    for segment in index.segments:
+        if streams is None or not segment.streams.keys().isdisjoint(streams):
+            yield from _pick(_closed(folder, segment), streams)
+    for path in _unlisted(folder, index):
+        for records, _ in _frames(path, None):
+            yield from _pick(records, streams)
+
+
+def read_index(folder: Path) -> Index:
+    """The closed segments; empty if there are none. Raises `ArchiveError` if index.json is damaged."""
+    path = folder / "index.json"
+    if not path.exists():
+        return Index()
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Index)
+    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ArchiveError(f"{path} is damaged: {error}; delete it, it is made anew from the segments") from error
+
+
+def _closed(folder: Path, segment: Segment) -> Iterator[_Record]:
+    path, found = folder / segment.file, 0
+    if not path.exists():
+        raise ArchiveError(f"{path} is missing: index.json lists {segment.records} records in it")
+    for records, _ in _frames(path, segment.bytes):
+        found += len(records)
+        yield from records
+    if found != segment.records:
+        raise ArchiveError(f"{path} is damaged: {found} of {segment.records} records can be read")
+
+
+def _pick(records: Iterator[_Record] | list[_Record], streams: Collection[str] | None) -> Iterator[Entry]:
+    for record in records:
+        if streams is None or record.stream in streams:
+            yield Entry(record.stream, record.entry, record.data)
+
+
+def _unlisted(folder: Path, index: Index) -> list[Path]:
+    known = {segment.file for segment in index.segments}
+    return [path for path in sorted(folder.glob("*.zst")) if path.name not in known]
+
+
+def _frames(path: Path, size: int | None) -> Iterator[tuple[list[_Record], int]]:
+    """The records of each whole frame within the first `size` bytes, and where it ends. Stops at the first torn one."""
+    context = zstandard.ZstdDecompressor()
+    with path.open("rb") as file:
+        end, parts, frame = 0, [], context.decompressobj()
+        left = os.fstat(file.fileno()).st_size if size is None else size
+        while left and (chunk := file.read(min(CHUNK, left))):
+            left -= len(chunk)
+            while chunk:
+                taken = len(chunk)
+                try:
+                    parts.append(frame.decompress(chunk))
+                except zstandard.ZstdError:
+                    return
+                chunk = frame.unused_data if frame.eof else b""
+                end += taken - len(chunk)
+                if frame.eof:
+                    yield _frame_decoder.decode(b"".join(parts)), end
+                    parts, frame = [], context.decompressobj()
+
+
+def _count(spans: dict[str, Span], records: list[_Record]) -> None:
+    for record in records:
+        span = spans.get(record.stream, Span(record.entry, record.entry, 0))
+        spans[record.stream] = Span(span.first, record.entry, span.count + 1)

@@ -1,0 +1,191 @@
+"""When the archive is flushed, when a segment ends, and what may be trimmed.
+
+Nothing is trimmed before it is durable, nor before every actor of the run has booted once, since an actor reads the
+broadcast streams from their start. What is trimmed was durable at least one trimming interval ago, which leaves that
+much time to followers without a cursor of their own (driver, `pipeline log --follow`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from actors.recorder.ordering import order
+from config.schema import RecorderConfig
+from contracts.core import Booted, Emit
+from contracts.events import ActorFailed
+
+FLUSH_S = 0.75
+"""Longest time that a record stays in memory."""
+FLUSH_BYTES = 4 << 20
+TRIM_S = 10.0
+OWN_JOURNAL = "journal:recorder"
+"""Not archived: archiving it would add to it. The store keeps what a restart needs."""
+EVERYTHING = f"{2**63}-0"
+
+
+class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
+    """The archive ends with these entries."""
+
+    last: dict[str, str]
+
+
+class Appended(msgspec.Struct, frozen=True, tag="appended"):
+    """Records were taken into memory. `booted`: actors that announced themselves; `finished`: the log is complete."""
+
+    bytes: int
+    booted: tuple[str, ...] = ()
+    finished: bool = False
+
+
+class Flushed(msgspec.Struct, frozen=True, tag="flushed"):
+    """Everything up to `cursors` is durable. `bytes` written; `rotated`: the segment was closed."""
+
+    cursors: dict[str, str]
+    bytes: int
+    rotated: bool
+
+
+class Follow(msgspec.Struct, frozen=True):
+    """Read the log from where the archive ends, until it is complete."""
+
+
+class Flush(msgspec.Struct, frozen=True):
+    """Make durable what was taken; with `rotate`, close the segment."""
+
+    rotate: bool
+
+
+class Trim(msgspec.Struct, frozen=True):
+    """Delete entries below these floors from the store."""
+
+    floors: dict[str, str]
+
+
+class State(msgspec.Struct, frozen=True):
+    """`cursors`: what is durable. `floors`: what was durable at the last trimming, so may go at the next."""
+
+    cursors: dict[str, str] = {}
+    floors: dict[str, str] = {}
+    booted: tuple[str, ...] = ()
+    unflushed: int = 0
+    dirty_since: float | None = None
+    flushing: bool = False
+    segment_bytes: int = 0
+    segment_since: float | None = None
+    trim_at: float | None = None
+    finished: bool = False
+    closed: bool = False
+
+
+class RecorderCore:
+    """`contracts.core.Core`. Its shell reads the streams itself, undecoded, so it watches none."""
+
+    state_type = State
+    local_type = Recovered | Appended | Flushed
+    work = ()
+    watch = ()
+
+    def __init__(self, config: RecorderConfig, actors: Sequence[str]) -> None:
+        self._config = config
+        self._actors = frozenset(actors)
+
+    def initial(self) -> State:
+        return State()
+
+    def step(self, state: State, input: Any, now: float) -> tuple[State, Sequence[Any]]:
+        match input:
+            case Booted():
+                return self._boot(state, now), (Follow(),)
+            case Recovered():
+                return state, self._compare(state, input)
+            case Appended():
+                state = self._append(state, input, now)
+            case Flushed():
+                state = self._flushed(state, input)
+        return self._decide(state, now)
+
+    def wake(self, state: State) -> float | None:
+        if state.closed:
+            return None
+        due = [state.trim_at]
+        if state.dirty_since is not None and not state.flushing:
+            due.append(state.dirty_since + FLUSH_S)
+        return min((at for at in due if at is not None), default=None)
+
+    def intake(self, state: State) -> Mapping[str, int]:
+        return {}
+
+    def done(self, state: State) -> bool:
+        return state.closed
+
+    # --- inputs ---
+
+    def _boot(self, state: State, now: float) -> State:
+        """What was in memory is gone; it is read again from where the archive ends."""
+        return State(cursors=state.cursors, booted=state.booted, trim_at=now + TRIM_S)
+
+    def _compare(self, state: State, recovered: Recovered) -> Sequence[Any]:
+        """An archive that ends before what was once durable has lost records."""
+        behind = {
+            stream: (recovered.last.get(stream, "0-0"), entry)
+            for stream, entry in state.cursors.items()
+            if order(recovered.last.get(stream, "0-0")) < order(entry)
+        }
+        if not behind:
+            return ()
+        text = ", ".join(f"{stream} ends at {last} instead of {entry}" for stream, (last, entry) in behind.items())
+        message = (
+            f"the archive lost records that were durable: {text}. What the store still holds is archived again; "
+            "was the run directory changed, or is it not shared between nodes?"
+        )
+        return (Emit(ActorFailed(actor="recorder", error="ArchiveBehind", message=message, fatal=False)),)
+
+    def _append(self, state: State, input: Appended, now: float) -> State:
+        booted = tuple(sorted({*state.booted, *input.booted}))
+        state = replace(state, booted=booted, finished=state.finished or input.finished)
+        if not input.bytes:
+            return state
+        return replace(
+            state,
+            unflushed=state.unflushed + input.bytes,
+            dirty_since=now if state.dirty_since is None else state.dirty_since,
+            segment_since=now if state.segment_since is None else state.segment_since,
+        )
+
+    def _flushed(self, state: State, input: Flushed) -> State:
+        complete = state.finished and input.rotated and not state.unflushed
+        return replace(
+            state,
+            cursors=input.cursors,
+            flushing=False,
+            segment_bytes=0 if input.rotated else state.segment_bytes + input.bytes,
+            segment_since=state.dirty_since if input.rotated else state.segment_since,
+            closed=complete,
+        )
+
+    # --- decisions ---
+
+    def _decide(self, state: State, now: float) -> tuple[State, Sequence[Any]]:
+        commands: list[Any] = []
+        if self._flush_due(state, now):
+            commands.append(Flush(rotate=state.finished or self._segment_full(state, now)))
+            state = replace(state, flushing=True, unflushed=0, dirty_since=None)
+        if state.trim_at is not None and now >= state.trim_at and not state.closed:
+            if state.floors and self._actors <= set(state.booted):
+                commands.append(Trim({**state.floors, OWN_JOURNAL: EVERYTHING}))
+            state = replace(state, floors=state.cursors, trim_at=now + TRIM_S)
+        return state, commands
+
+    def _flush_due(self, state: State, now: float) -> bool:
+        if state.flushing or state.closed:
+            return False
+        waited = state.dirty_since is not None and now >= state.dirty_since + FLUSH_S
+        return state.finished or waited or state.unflushed >= FLUSH_BYTES
+
+    def _segment_full(self, state: State, now: float) -> bool:
+        aged = state.segment_since is not None and now >= state.segment_since + self._config.segment_s
+        return aged or state.segment_bytes >= self._config.segment_mib * 2**20

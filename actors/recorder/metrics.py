@@ -1,0 +1,306 @@
+"""One row for each training step, folded from the events, and the files it goes to.
+
+`Steps` is pure. Rows are flat: the same names are columns of metrics.jsonl and tags in TensorBoard.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from contracts import events
+from contracts.envelope import Envelope
+from contracts.events import Event
+
+KEEP = 256
+"""Batches remembered behind the one just trained: a restored trainer trains those since its checkpoint again."""
+
+
+class Batch(msgspec.Struct, frozen=True, kw_only=True):
+    """What a batch says about its step. `reward` is the mean over valid samples, None without any."""
+
+    groups: int
+    valid: int
+    invalid: int
+    reward: float | None
+    reward_std: float | None
+    lags: dict[int, int]
+
+
+class Refit(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed refit. Times in seconds; `wall` since the Unix epoch."""
+
+    epoch: int
+    version: int
+    step: int
+    wall: float
+    pause_s: float
+    drain_s: float
+    transfer_s: float
+    bytes: int
+    engines: tuple[str, ...]
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One training step. Counts named `*_total` run over the whole log; the others belong to this step."""
+
+    step: int
+    version: int
+    parent_version: int
+    batch: int
+    wall: float
+    seconds: float
+    waited_s: float
+    since_last_s: float | None
+    trained_tokens: int
+    generated_tokens: int
+    contents: Batch | None
+    ready_groups: int | None
+    open_groups: int | None
+    flat_groups: int | None
+    refit: Refit | None
+    refits_total: int
+    failed_refits_total: int
+    quarantines_total: int
+    failed_samples_total: int
+    dropped_groups_total: int
+    restarts_total: int
+    eval_reward: float | None
+    waits: dict[str, float]
+    policy: dict[str, float]
+
+    @property
+    def reward(self) -> float | None:
+        """Mean reward of the valid samples trained in this step."""
+        return None if self.contents is None else self.contents.reward
+
+    def flat(self) -> dict[str, float | int | None]:
+        """Column -> value."""
+        row: dict[str, float | int | None] = {
+            "step": self.step,
+            "version": self.version,
+            "parent_version": self.parent_version,
+            "batch": self.batch,
+            "wall": self.wall,
+            "reward/train": self.reward,
+            "reward/eval": self.eval_reward,
+            "time/step_s": self.seconds,
+            "time/waited_s": self.waited_s,
+            "time/since_last_s": self.since_last_s,
+            "tokens/trained": self.trained_tokens,
+            "tokens/generated": self.generated_tokens,
+            "buffer/ready_groups": self.ready_groups,
+            "buffer/open_groups": self.open_groups,
+            "buffer/flat_groups": self.flat_groups,
+            "total/refits": self.refits_total,
+            "total/failed_refits": self.failed_refits_total,
+            "total/quarantines": self.quarantines_total,
+            "total/failed_samples": self.failed_samples_total,
+            "total/dropped_groups": self.dropped_groups_total,
+            "total/restarts": self.restarts_total,
+        }
+        if self.since_last_s:
+            row["tokens/trained_per_s"] = self.trained_tokens / self.since_last_s
+            row["tokens/generated_per_s"] = self.generated_tokens / self.since_last_s
+        row |= _contents(self.contents) | _refit(self.refit)
+        row |= {f"wait_s/{who}": seconds for who, seconds in self.waits.items()}
+        row |= {f"policy/{name}": value for name, value in self.policy.items()}
+        return row
+
+
+def _contents(batch: Batch | None) -> dict[str, float | int | None]:
+    if batch is None:
+        return {}
+    samples = sum(batch.lags.values())
+    return {
+        "reward/std": batch.reward_std,
+        "samples/valid": batch.valid,
+        "samples/invalid": batch.invalid,
+        "staleness/mean": sum(lag * n for lag, n in batch.lags.items()) / samples if samples else None,
+        "staleness/max": max(batch.lags, default=None),
+        **{f"staleness/lag_{lag}": n for lag, n in sorted(batch.lags.items())},
+    }
+
+
+def _refit(refit: Refit | None) -> dict[str, float | int | None]:
+    if refit is None:
+        return {}
+    return {
+        "refit/epoch": refit.epoch,
+        "refit/version": refit.version,
+        "refit/pause_s": refit.pause_s,
+        "refit/drain_s": refit.drain_s,
+        "refit/transfer_s": refit.transfer_s,
+        "refit/bytes": refit.bytes,
+        "refit/engines": len(refit.engines),
+    }
+
+
+class Steps:
+    """Folds the log; `apply` answers a row when a step is finished."""
+
+    def __init__(self) -> None:
+        self._batches: dict[int, Batch] = {}
+        self._depth: events.BufferDepth | None = None
+        self._refit: Refit | None = None
+        self._eval: float | None = None
+        self._generated = 0
+        self._waits: dict[str, float] = {}
+        self._totals: Counter[str] = Counter()
+        self._last_wall: float | None = None
+
+    def apply(self, envelope: Envelope[Event]) -> Row | None:
+        """Consume one event, in log order."""
+        wall = envelope.wall_ns / 1e9
+        match envelope.body:
+            case events.TrajectoryFinished() as finished:
+                self._generated += finished.completion_tokens
+            case events.SampleFailed():
+                self._totals["failed_samples"] += 1
+            case events.GroupDropped():
+                self._totals["dropped_groups"] += 1
+            case events.BatchReady() as batch:
+                self._batches[batch.batch] = contents(batch)
+            case events.BufferDepth() as depth:
+                self._depth = depth
+            case events.EvalFinished() as evaluated:
+                self._eval = evaluated.mean_reward
+            case events.RefitCommitted() as committed:
+                self._totals["refits"] += 1
+                self._refit = refit(committed, wall)
+            case events.RefitFailed():
+                self._totals["failed_refits"] += 1
+            case events.EngineQuarantined():
+                self._totals["quarantines"] += 1
+            case events.ActorBooted(boot=boot) if boot > 1:
+                self._totals["restarts"] += 1
+            case events.WaitEnded() as wait:
+                who = f"{wait.actor}/{wait.on}"
+                self._waits[who] = self._waits.get(who, 0.0) + wait.seconds
+            case events.StepFinished() as step:
+                return self._row(step, wall)
+        return None
+
+    def _row(self, step: events.StepFinished, wall: float) -> Row:
+        depth = self._depth
+        row = Row(
+            step=step.step,
+            version=step.version,
+            parent_version=step.parent_version,
+            batch=step.batch,
+            wall=wall,
+            seconds=step.seconds,
+            waited_s=step.waited_s,
+            since_last_s=None if self._last_wall is None else wall - self._last_wall,
+            trained_tokens=step.tokens,
+            generated_tokens=self._generated,
+            contents=self._batches.get(step.batch),
+            ready_groups=depth.ready if depth else None,
+            open_groups=depth.open if depth else None,
+            flat_groups=depth.flat_groups if depth else None,
+            refit=self._refit,
+            refits_total=self._totals["refits"],
+            failed_refits_total=self._totals["failed_refits"],
+            quarantines_total=self._totals["quarantines"],
+            failed_samples_total=self._totals["failed_samples"],
+            dropped_groups_total=self._totals["dropped_groups"],
+            restarts_total=self._totals["restarts"],
+            eval_reward=self._eval,
+            waits=dict(self._waits),
+            policy=dict(step.metrics),
+        )
+        self._batches = {number: batch for number, batch in self._batches.items() if number > step.batch - KEEP}
+        self._refit, self._eval, self._generated, self._last_wall = None, None, 0, wall
+        self._waits.clear()
+        return row
+
+
+def contents(batch: events.BatchReady) -> Batch:
+    """Rewards and staleness of a batch."""
+    samples = [sample for group in batch.groups for sample in group.samples]
+    rewards = [sample.reward for sample in samples if sample.valid]
+    mean = math.fsum(rewards) / len(rewards) if rewards else None
+    std = None if mean is None else math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards))
+    return Batch(
+        groups=len(batch.groups),
+        valid=len(rewards),
+        invalid=len(samples) - len(rewards),
+        reward=mean,
+        reward_std=std,
+        lags=dict(Counter(sample.lag for sample in samples if sample.valid)),
+    )
+
+
+def refit(event: events.RefitCommitted, wall: float) -> Refit:
+    """A committed refit at `wall` seconds since the Unix epoch."""
+    return Refit(
+        epoch=event.epoch,
+        version=event.version,
+        step=event.step,
+        wall=wall,
+        pause_s=event.pause_s,
+        drain_s=event.drain_s,
+        transfer_s=event.transfer_s,
+        bytes=event.bytes,
+        engines=tuple(member.actor for member in event.engines),
+    )
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+class Table:
+    """metrics.jsonl: one JSON object a row. A version is written once, over restarts too."""
+
+    def __init__(self, path: Path) -> None:
+        written = path.read_bytes() if path.exists() else b""
+        whole = written[: written.rfind(b"\n") + 1]
+        self._versions = {json.loads(line)["version"] for line in whole.splitlines()}
+        self._file = path.open("ab")
+        if len(whole) < len(written):
+            os.ftruncate(self._file.fileno(), len(whole))
+
+    def write(self, row: Row) -> bool:
+        """Append a row; False if its version is there already."""
+        if row.version in self._versions:
+            return False
+        self._versions.add(row.version)
+        self._file.write(json.dumps({k: _finite(v) for k, v in row.flat().items() if v is not None}).encode() + b"\n")
+        self._file.flush()
+        return True
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no NaN: a metric that is not finite becomes its name."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class TensorBoard:
+    """Event files below `folder`, one tag a column."""
+
+    def __init__(self, folder: Path) -> None:
+        from tensorboardX import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), flush_secs=5)
+
+    def write(self, row: Row) -> None:
+        values: Mapping[str, float | int | None] = row.flat()
+        for tag, value in values.items():
+            if value is not None and tag not in ("step", "wall"):
+                self._writer.add_scalar(tag, value, row.step, walltime=row.wall)
+
+    def flush(self) -> None:
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

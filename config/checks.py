@@ -1,0 +1,176 @@
+"""What is wrong with a configuration, in sentences: key, value, what was expected, the nearest known key."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from functools import cache
+from typing import Any
+
+import msgspec
+from msgspec import inspect
+
+from config.schema import RunConfig
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+"""What a run may be called: it becomes part of keys and paths."""
+
+_WHERE = re.compile(r" - at `\$(.*)`$")
+
+
+def against_schema(data: Mapping[str, Any]) -> list[str]:
+    """Unknown keys and values that do not fit, in the order of the data; empty if `RunConfig` accepts it."""
+    return list(_section(RunConfig, data, ""))
+
+
+def is_text(key: str) -> bool:
+    """Whether the setting at dotted `key` holds a string and nothing that a number could stand for."""
+    kind = _leaves().get(key)
+    kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    return all(isinstance(k, inspect.StrType | inspect.NoneType | inspect.LiteralType) for k in kinds)
+
+
+def across_fields(config: RunConfig) -> list[str]:
+    """Settings that are fine alone and contradict each other."""
+    refit, engine, rollout, trainer = config.refit, config.engine, config.rollout, config.trainer
+    batch = config.buffer.groups * rollout.samples
+    rules = [
+        (
+            NAME.fullmatch(config.name) is not None,
+            f"name={config.name!r}: use 1 to 100 letters, digits, '.', '_' or '-', starting with a letter or digit",
+        ),
+        (
+            refit.drain_deadline_s < refit.deadline_s,
+            f"refit.drain_deadline_s={refit.drain_deadline_s:g} must be under refit.deadline_s={refit.deadline_s:g}: "
+            "draining is a part of the refit",
+        ),
+        (
+            rollout.score_deadline_s <= rollout.deadline_s,
+            f"rollout.score_deadline_s={rollout.score_deadline_s:g} must not exceed "
+            f"rollout.deadline_s={rollout.deadline_s:g}: scoring is a part of the rollout",
+        ),
+        (
+            engine.kind == "external" or not engine.urls,
+            f"engine.urls is for engine.kind=external, but the kind is {engine.kind}",
+        ),
+        (
+            engine.kind != "external" or len(engine.urls) == engine.count,
+            f"engine.kind=external needs one URL an engine: engine.count={engine.count}, "
+            f"engine.urls has {len(engine.urls)}",
+        ),
+        (
+            trainer.minibatches <= batch,
+            f"trainer.minibatches={trainer.minibatches} can't split a batch of {batch} samples "
+            f"(buffer.groups={config.buffer.groups} x rollout.samples={rollout.samples})",
+        ),
+        (
+            all(0.0 <= beta < 1.0 for beta in trainer.betas),
+            f"trainer.betas={list(trainer.betas)}: each must be at least 0 and under 1",
+        ),
+    ]
+    return [problem for holds, problem in rules if not holds]
+
+
+# --- the schema's shape ----------------------------------------------------------------------------------------------
+
+
+@cache
+def _leaves() -> dict[str, inspect.Type]:
+    """Dotted key -> type of every setting that is no section."""
+    return dict(_walk(RunConfig, ""))
+
+
+def _walk(section: type[msgspec.Struct], prefix: str) -> Iterator[tuple[str, inspect.Type]]:
+    info = inspect.type_info(section)
+    assert isinstance(info, inspect.StructType)
+    for field in info.fields:
+        if isinstance(field.type, inspect.StructType):
+            yield from _walk(field.type.cls, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, field.type
+
+
+def _section(section: type[msgspec.Struct], data: Any, path: str) -> Iterator[str]:
+    info = inspect.type_info(section)
+    assert isinstance(info, inspect.StructType)
+    if not isinstance(data, Mapping):
+        keys = ", ".join(field.name for field in info.fields)
+        yield f"{path}={data!r}: expected a section with the keys {keys}"
+        return
+    fields = {field.name: field.type for field in info.fields}
+    for key, value in data.items():
+        where = f"{path}.{key}" if path else str(key)
+        kind = fields.get(key)
+        if kind is None:
+            yield _unknown(where, path, list(fields))
+        elif isinstance(kind, inspect.StructType):
+            yield from _section(kind.cls, value, where)
+        else:
+            yield from _value(section, key, value, where, kind)
+
+
+def _value(section: type[msgspec.Struct], key: str, value: Any, where: str, kind: inspect.Type) -> Iterator[str]:
+    try:
+        msgspec.convert({key: value}, section)
+    except msgspec.ValidationError as error:
+        inside = _WHERE.search(str(error))
+        deeper = inside.group(1).removeprefix(f".{key}") if inside else ""
+        problem = f": {_WHERE.sub('', str(error))} at {where}{deeper}" if deeper else ""
+        yield f"{where}={value!r}: expected {describe(kind)}{problem}"
+    else:
+        if isinstance(value, float) and not math.isfinite(value):
+            yield f"{where}={value!r}: expected a finite number"
+
+
+def _unknown(where: str, path: str, siblings: list[str]) -> str:
+    key = where.rpartition(".")[2]
+    near = get_close_matches(key, siblings, n=1)
+    if near:
+        hint = f"did you mean {path + '.' if path else ''}{near[0]}?"
+    else:
+        everywhere = list(_leaves())
+        same = [known for known in everywhere if known.rpartition(".")[2] == key]
+        close = same or get_close_matches(where, everywhere, n=1)
+        hint = f"did you mean {' or '.join(close)}?" if close else ""
+    known = f"keys of {path}" if path else "keys at the top"
+    return f"{where}: no such key{'; ' + hint if hint else '.'} The {known} are {', '.join(siblings)}"
+
+
+# --- words for types -------------------------------------------------------------------------------------------------
+
+
+def describe(kind: inspect.Type) -> str:
+    """What a value of this type is, in words: `a whole number >= 1`, `one of fifo, in_order`."""
+    match kind:
+        case inspect.BoolType():
+            return "true or false"
+        case inspect.IntType():
+            return "a whole number" + _bounds(kind)
+        case inspect.FloatType():
+            return "a number" + _bounds(kind)
+        case inspect.StrType():
+            return "text"
+        case inspect.NoneType():
+            return "null"
+        case inspect.LiteralType():
+            return f"one of {', '.join(map(str, kind.values))}"
+        case inspect.UnionType():
+            return " or ".join(describe(member) for member in kind.types)
+        case inspect.VarTupleType():
+            return f"a list of which each is {describe(kind.item_type)}"
+        case inspect.TupleType():
+            return f"a list of {len(kind.item_types)}: {', '.join(describe(item) for item in kind.item_types)}"
+        case inspect.DictType():
+            return "keys and values"
+    return type(kind).__name__
+
+
+def _bounds(kind: inspect.IntType | inspect.FloatType) -> str:
+    parts = [
+        f"{sign} {bound:g}"
+        for sign, bound in ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))
+        if bound is not None
+    ]
+    return " " + " and ".join(parts) if parts else ""

@@ -1,0 +1,136 @@
+"""The command `pipeline`. Exit codes are those of `pipeline.errors.Exit`.
+
+Whatever a command needs is imported when it runs, so that `--help` and bad usage answer at once.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeline.errors import Exit, PipelineError
+
+
+class Commands(click.Group):
+    """Ends a command with the code and the message of its `PipelineError`."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PipelineError as error:
+            click.echo(f"pipeline: {error}", err=True)
+            raise click.exceptions.Exit(error.code) from error
+        except KeyboardInterrupt as error:
+            raise click.exceptions.Exit(Exit.INTERRUPTED) from error
+
+
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """Asynchronous reinforcement learning of language models, driven by events.
+
+    RUN is a run directory, the name of one under runs/, or left out for the newest.
+    """
+    _check_installation()
+
+
+def _check_installation() -> None:
+    """A stray config.py beside the caller must not stand in for our packages. Raises `PipelineError` naming it."""
+    from importlib.util import find_spec
+
+    ours = Path(__file__).resolve().parent.parent
+    for package in ("contracts", "actors", "config"):
+        spec = find_spec(package)
+        origin = Path(spec.origin).resolve() if spec and spec.origin else None
+        if origin != ours / package / "__init__.py":
+            raise PipelineError(
+                f"the package {package!r} resolves to {origin or 'nothing'}, not to this installation in {ours}: "
+                "rename that file, run from another directory, or set PYTHONSAFEPATH=1",
+                Exit.MISSING,
+            )
+
+
+@main.command()
+@click.argument("words", nargs=-1, metavar="[RECIPE] [KEY=VALUE]...")
+@click.option("--resume", metavar="RUN", help="Go on with a run that ended or was interrupted.")
+def up(words: tuple[str, ...], resume: str | None) -> None:
+    """Run a recipe (default: quickstart), with settings such as steps=200 or run_dir=PATH."""
+    from pipeline import launcher
+
+    recipe, overrides = _split(words)
+    if resume is None:
+        code = launcher.up(recipe or "quickstart", overrides)
+    elif recipe is None:
+        code = launcher.resume(resume, overrides)
+    else:
+        raise PipelineError(f"--resume goes on with the run's own recipe: leave out {recipe!r}", Exit.USAGE)
+    raise click.exceptions.Exit(code)
+
+
+def _split(words: tuple[str, ...]) -> tuple[str | None, tuple[str, ...]]:
+    """The recipe, if the first word is one, and the overrides."""
+    if words and ("=" not in words[0] or Path(words[0]).is_file()):
+        return words[0], words[1:]
+    return None, words
+
+
+@main.command()
+def recipes() -> None:
+    """List the shipped recipes."""
+    from config.loading import recipes as shipped
+
+    found = shipped()
+    width = max(len(recipe.name) for recipe in found)
+    for recipe in found:
+        click.echo(f"{recipe.name:<{width}}  {recipe.description}")
+
+
+@main.command()
+@click.argument("name")
+@click.option("--run", metavar="RUN", help="The run that it belongs to.")
+def actor(name: str, run: str | None) -> None:
+    """Run one actor in the foreground; whoever started it restarts it when it ends with an error."""
+    from pipeline import single
+
+    raise click.exceptions.Exit(single.run(name, run))
+
+
+@main.command()
+@click.argument("run", required=False)
+@click.option("--stream", "streams", multiple=True, metavar="S", help="Only this stream; may be repeated.")
+@click.option("--kind", "kinds", multiple=True, metavar="K", help="Only this kind, such as 'refit.*'; may be repeated.")
+@click.option("--actor", "actors", multiple=True, metavar="A", help="Only events of this actor; may be repeated.")
+@click.option("--follow", "-f", is_flag=True, help="Go on with new events until the run has finished.")
+def log(
+    run: str | None, streams: tuple[str, ...], kinds: tuple[str, ...], actors: tuple[str, ...], follow: bool
+) -> None:
+    """Print a run's events, one JSON object a line, in the order in which they were committed."""
+    from pipeline import eventlog
+    from pipeline.rundir import RunDir
+
+    chosen = eventlog.Filter(streams, kinds, actors)
+    for line in eventlog.lines(RunDir.find(run), chosen, follow=follow):
+        sys.stdout.buffer.write(line + b"\n")
+        if follow:
+            sys.stdout.buffer.flush()
+
+
+@main.command()
+@click.argument("run", required=False)
+def report(run: str | None) -> None:
+    """Write a run's report.html from its archive."""
+    from pipeline import report as reporting
+    from pipeline.rundir import RunDir
+
+    click.echo(reporting.write(RunDir.find(run)))
+
+
+@main.command()
+def version() -> None:
+    """Print the versions of this installation and of what it stands on."""
+    from pipeline.rundir import versions
+
+    for package, number in versions().items():
+        click.echo(f"{package} {number}")

@@ -1,0 +1,127 @@
+"""A run's events as lines of JSON: from the archive, then live from the store."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from typing import Any
+
+import msgspec
+
+from actors.recorder import archive
+from actors.recorder.ordering import advance, settled
+from contracts.core import Entry
+from contracts.envelope import STREAMS, Envelope, decode
+from contracts.events import Event, RunFinished, TaskIssued, kind
+from pipeline.errors import Exit, PipelineError
+from pipeline.rundir import RunDir
+
+PAGE = 512
+BLOCK_MS = 1000
+
+
+class Filter(msgspec.Struct, frozen=True):
+    """Which events are wanted; an empty tuple wants all. Kinds may hold `*`."""
+
+    streams: Sequence[str] = ()
+    kinds: Sequence[str] = ()
+    actors: Sequence[str] = ()
+
+    def accepts(self, envelope: Envelope[Event]) -> bool:
+        return (
+            (not self.streams or envelope.stream in self.streams)
+            and (not self.actors or envelope.actor in self.actors)
+            and (not self.kinds or any(fnmatchcase(kind(envelope.body), pattern) for pattern in self.kinds))
+        )
+
+
+def lines(run: RunDir, chosen: Filter, *, follow: bool) -> Iterator[bytes]:
+    """JSON of each event accepted, in the order of commits. Raises `PipelineError` for an unknown stream.
+
+    With `follow`, goes on with what is new in the store until the run has finished.
+    """
+    unknown = sorted(set(chosen.streams) - set(STREAMS))
+    if unknown:
+        raise PipelineError(f"no stream {unknown[0]!r}; streams are {', '.join(STREAMS)}", Exit.USAGE)
+    last: dict[str, str] = {}
+    complete = False
+    for entry, envelope in archived(run):
+        last[entry.stream] = entry.entry
+        complete = isinstance(envelope.body, RunFinished)
+        if chosen.accepts(envelope):
+            yield render(entry, envelope)
+    if follow and not complete:
+        for entry in _iterate(_live(run, last)):
+            envelope = decode(entry.stream, entry.data)
+            if chosen.accepts(envelope):
+                yield render(entry, envelope)
+            if isinstance(envelope.body, RunFinished):
+                return
+
+
+def archived(run: RunDir) -> Iterator[tuple[Entry, Envelope[Event]]]:
+    """Every archived event, in the order of commits. Raises `PipelineError` if the archive is damaged."""
+    try:
+        for entry in archive.read(run.events):
+            yield entry, decode(entry.stream, entry.data)
+    except archive.ArchiveError as error:
+        raise PipelineError(str(error), Exit.FAILED) from error
+
+
+def render(entry: Entry, envelope: Envelope[Event]) -> bytes:
+    """One event as JSON: where it is, when it was, its kind, then the envelope."""
+    fields: dict[str, Any] = msgspec.to_builtins(envelope, builtin_types=(bytes,), str_keys=True)
+    body = fields.pop("body")
+    if isinstance(envelope.body, TaskIssued):
+        body["payload"] = _readable(envelope.body.payload)
+    at = datetime.fromtimestamp(envelope.wall_ns / 1e9, UTC).isoformat(timespec="milliseconds")
+    return msgspec.json.encode(
+        {"entry": entry.entry, "at": at, "kind": body.pop("kind"), **fields, "body": body}, enc_hook=_readable
+    )
+
+
+def _readable(data: Any) -> Any:
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        return base64.b64encode(data).decode()
+
+
+async def _live(run: RunDir, last: dict[str, str]) -> AsyncGenerator[Entry]:
+    from pipeline.bus import Bus, BusError
+
+    info = run.info()
+    url = os.environ.get("REDIS_URL") or info.redis_url
+    if not url:
+        raise PipelineError(f"{run.path} does not say which store it used: set REDIS_URL", Exit.BROKER)
+    try:
+        bus = await Bus.connect(url, info.run, actor="log")
+    except BusError as error:
+        raise PipelineError(f"the run is not live: {error}", Exit.BROKER) from error
+    try:
+        cursors = {stream: last.get(stream, "0-0") for stream in STREAMS}
+        while True:
+            found = settled(await bus.read_after(cursors, count=PAGE, block_ms=BLOCK_MS), PAGE)
+            cursors = advance(cursors, found)
+            for entry in found:
+                yield entry
+    finally:
+        await bus.close()
+
+
+def _iterate(source: AsyncGenerator[Entry]) -> Iterator[Entry]:
+    """Read an asynchronous source from ordinary code."""
+
+    async def take() -> Entry | None:
+        return await anext(source, None)
+
+    with asyncio.Runner() as runner:
+        try:
+            while (entry := runner.run(take())) is not None:
+                yield entry
+        finally:
+            runner.run(source.aclose())

@@ -1,0 +1,93 @@
+"""Structured logging: JSON lines in the run directory, readable lines on a terminal, no secrets in either."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+CONSOLE = "SLUICE_CONSOLE"
+"""Environment variable: `none` keeps a process from logging to stderr, `auto` (default) is readable on a terminal and
+JSON lines elsewhere."""
+
+_CREDENTIALS = re.compile(r"(\w+://[^/\s:@]*):[^\s/]*@")
+_QUERY = re.compile(r"([?&](?:password|token)=)[^&\s]+", re.IGNORECASE)
+
+
+def redact(text: str) -> str:
+    """`redis://user:secret@host` -> `redis://user:***@host`."""
+    return _QUERY.sub(r"\1***", _CREDENTIALS.sub(r"\1:***@", text))
+
+
+def configure(run_dir: Path | None, actor: str, *, console: bool | None = None) -> None:
+    """Send structlog and the standard library's loggers to `logs/<actor>.jsonl` of the run and to stderr.
+
+    `console` defaults to what `SLUICE_CONSOLE` says. May be called again: earlier handlers are replaced.
+    """
+    if console is None:
+        console = os.environ.get(CONSOLE, "auto") != "none"
+    handlers: list[logging.Handler] = []
+    if run_dir is not None:
+        path = Path(run_dir) / "logs" / f"{actor}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(_handler(logging.FileHandler(path, delay=True), json=True))
+    if console:
+        handlers.append(_handler(logging.StreamHandler(sys.stderr), json=not sys.stderr.isatty()))
+    root = logging.getLogger()
+    for old in list(root.handlers):
+        root.removeHandler(old)
+        old.close()
+    for handler in handlers or [logging.NullHandler()]:
+        root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    structlog.configure(
+        processors=[*_shared(), structlog.stdlib.ProcessorFormatter.wrap_for_formatter],
+        logger_factory=structlog.stdlib.LoggerFactory(),
+        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
+        cache_logger_on_first_use=False,
+    )
+
+
+def _shared() -> list[Any]:
+    return [
+        structlog.contextvars.merge_contextvars,
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+
+
+def _handler(handler: logging.Handler, *, json: bool) -> logging.Handler:
+    if json:
+        render: list[Any] = [structlog.processors.format_exc_info, _redact, structlog.processors.JSONRenderer()]
+    else:
+        render = [_redact, structlog.dev.ConsoleRenderer()]
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*_shared(), structlog.stdlib.ExtraAdder()],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
+        )
+    )
+    return handler
+
+
+def _redact(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    for key, value in event.items():
+        event[key] = _clean(value)
+    return event
+
+
+def _clean(value: Any) -> Any:
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, dict):
+        return {key: _clean(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(item) for item in value]
+    return value

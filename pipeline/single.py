@@ -1,0 +1,33 @@
+"""One actor in the foreground: what a container or a service manager starts."""
+
+from __future__ import annotations
+
+import os
+
+from actors.registry import UnknownActor
+from contracts.core import Fatal
+from pipeline.errors import Exit, PipelineError
+from pipeline.rundir import RunDir
+
+
+def run(name: str, run: str | None) -> Exit:
+    """Run actor `name` until its run stops. Raises `PipelineError`; what a restart may cure has the code FAILED."""
+    from pipeline.bus import BusError
+    from pipeline.runtime import run_actor
+
+    directory = RunDir.find(run)
+    info = directory.info()
+    url = os.environ.get("REDIS_URL") or info.redis_url
+    if not url:
+        raise PipelineError(f"{directory.path} does not say which store it uses: set REDIS_URL", Exit.BROKER)
+    try:
+        left = run_actor(name, url, info.run, directory.path)
+    except UnknownActor as error:
+        raise PipelineError(str(error), Exit.USAGE) from error
+    except BusError as error:
+        raise PipelineError(f"{name}: {error}", Exit.BROKER) from error
+    except Fatal as error:
+        raise PipelineError(f"{name}: {error}", Exit.FAILED) from error
+    if left == "fenced":
+        raise PipelineError(f"{name} runs elsewhere: a later start of it has taken over", Exit.FAILED)
+    return Exit.DONE

@@ -1,0 +1,174 @@
+"""Configuration: layers merge in order, and every mistake is a sentence that names the key and the fix."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from config import loading
+from config.checks import across_fields, is_text
+from config.loading import ConfigError
+from config.schema import RunConfig
+
+
+def problems(recipe: str | Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        loading.load(recipe, overrides)
+    return str(caught.value)
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
+
+
+def test_every_shipped_recipe_is_valid_and_described() -> None:
+    found = loading.recipes()
+    assert {"quickstart", "smollm2-cpu"} <= {recipe.name for recipe in found}
+    for recipe in found:
+        assert loading.load(recipe.name).description == recipe.description != ""
+
+
+def test_a_dumped_configuration_loads_to_an_equal_one(tmp_path: Path) -> None:
+    config = loading.load("quickstart", ["engine.kind=external", "engine.urls=[http://a:1,http://b:2]", "seed=7"])
+    again = loading.load(write(tmp_path / "config.yaml", loading.dump(config)))
+    assert again == config
+    assert loading.digest(again) == loading.digest(config)
+    assert loading.digest(loading.load("quickstart")) != loading.digest(config)
+
+
+def test_overrides_win_over_the_recipe_and_the_last_one_wins() -> None:
+    config = loading.load("quickstart", ["trainer.lr=1e-5", "steps=3", "steps=4", "producer.args.max_n=31"])
+    assert (config.trainer.lr, config.steps) == (1e-5, 4)
+    assert config.producer.args["max_n"] == 31
+    assert config.producer.args["min_n"] == 1
+
+
+def test_a_recipe_extends_shipped_and_neighbouring_ones(tmp_path: Path) -> None:
+    write(tmp_path / "base.yaml", "extends: quickstart\nsteps: 7\nproducer: {args: {max_n: 9}}\n")
+    config = loading.load(write(tmp_path / "mine.yaml", "extends: base.yaml\ntrainer: {lr: 1e-4}\n"))
+    assert (config.steps, config.trainer.lr, config.rollout.samples) == (7, 1e-4, 16)
+    assert config.producer.args == {"dataset": "count_bits", "min_n": 1, "max_n": 9}
+    assert config.name == "mine"
+
+
+def test_recipes_that_extend_each_other_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "a.yaml", "extends: b.yaml\n")
+    path = write(tmp_path / "b.yaml", "extends: a.yaml\n")
+    assert "b -> a -> b" in problems(path)
+
+
+def test_an_unknown_recipe_names_the_nearest_and_all() -> None:
+    said = problems("quikstart")
+    assert "did you mean quickstart?" in said
+    assert "smollm2-cpu" in said
+    assert "no such file" in problems("nowhere/quickstart.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("trainer.lrr=1", "trainer.lrr: no such key; did you mean trainer.lr? The keys of trainer are backend,"),
+        ("lr=1", "lr: no such key; did you mean trainer.lr? The keys at the top are name,"),
+        ("trainer.loss.clip=1", "did you mean trainer.loss.clip_"),
+        ("zzz=1", "zzz: no such key. The keys at the top"),
+        ("steps=many", "steps='many': expected a whole number >= 1"),
+        ("steps=0", "steps=0: expected a whole number >= 1"),
+        ("seed=true", "seed=True: expected a whole number"),
+        ("trainer.lr=0", "trainer.lr=0: expected a number > 0"),
+        ("rollout.temperature=.inf", "rollout.temperature=inf: expected a finite number"),
+        ("buffer.sampler=lifo", "buffer.sampler='lifo': expected one of fifo, in_order, ready_first"),
+        ("trainer.betas=[1]", "trainer.betas=[1]: expected a list of 2: a number, a number"),
+        ("engine.urls=[a,1]", "engine.urls=['a', 1]: expected a list of which each is text: Expected `str`"),
+        ("engine=torch", "engine='torch': expected a section with the keys kind, count,"),
+        ("target_reward=high", "target_reward='high': expected a number or null"),
+        ("gateway.port=70000", "gateway.port=70000: expected a whole number >= 0 and <= 65535"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_value_and_what_is_expected(override: str, expected: str) -> None:
+    assert expected in problems("quickstart", override)
+
+
+@pytest.mark.parametrize("override", ["steps", "=3", "a b=3", ".steps=3", "steps.=3", "--steps=3"])
+def test_an_override_without_key_and_value_is_refused(override: str) -> None:
+    assert f"override {override!r}: expected key=value" in problems("quickstart", override)
+
+
+def test_an_override_that_is_no_yaml_is_refused() -> None:
+    assert "the value is no YAML" in problems("quickstart", "producer.args={a: [}")
+
+
+def test_all_problems_are_told_at_once() -> None:
+    said = problems("quickstart", "steps=0", "trainer.lrr=1", "buffer.sampler=x").splitlines()
+    assert len(said) == 3
+
+
+def test_text_settings_take_numbers_as_they_were_typed() -> None:
+    config = loading.load("quickstart", ["name=2024", "run_dir=7", "trainer.device=0", "model.source=a:b=c"])
+    assert (config.name, config.run_dir, config.trainer.device) == ("2024", "7", "0")
+    assert config.model.source == "a:b=c"
+    assert loading.load("quickstart", ["run_dir=null"]).run_dir is None
+
+
+def test_sync_means_no_staleness() -> None:
+    assert loading.load("quickstart", ["buffer.max_staleness=4"]).buffer.max_staleness == 4
+    assert loading.load("quickstart", ["sync=true"]).buffer.max_staleness == 0
+    assert "leave one out" in problems("quickstart", "sync=true", "buffer.max_staleness=2")
+
+
+def test_external_engines_are_counted_by_their_urls() -> None:
+    config = loading.load("quickstart", ["engine={kind: external, urls: [http://a, http://b], count: 2}"])
+    assert config.engine.count == 2
+    assert "engine.count=2, engine.urls has 1" in problems(
+        "quickstart", "engine.kind=external", "engine.urls=[http://a]"
+    )
+    assert "engine.urls is for engine.kind=external" in problems("quickstart", "engine.urls=[http://a]")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["refit.deadline_s=10"], "refit.drain_deadline_s=30 must be under refit.deadline_s=10"),
+        (["rollout.deadline_s=5"], "rollout.score_deadline_s=30 must not exceed rollout.deadline_s=5"),
+        (["trainer.minibatches=1000"], "trainer.minibatches=1000 can't split a batch of 512"),
+        (["trainer.betas=[0.9, 1.0]"], "trainer.betas=[0.9, 1.0]: each must be"),
+        (["name=a/b"], "name='a/b': use 1 to 100 letters"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(overrides: list[str], expected: str) -> None:
+    assert expected in problems("quickstart", *overrides)
+
+
+@pytest.mark.parametrize("text", ["- a\n- b\n", "a: [\n", "a: 1\na: 2\n", "steps: ${nowhere}\n", "extends: [a]\n"])
+def test_a_recipe_that_is_no_mapping_or_no_yaml_is_refused_with_its_path(tmp_path: Path, text: str) -> None:
+    assert str(tmp_path / "bad.yaml") in problems(write(tmp_path / "bad.yaml", text))
+
+
+def test_interpolations_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLACE", "/tmp/x")
+    config = loading.load(write(tmp_path / "env.yaml", "run_dir: ${oc.env:PLACE}/runs\n"))
+    assert config.run_dir == "/tmp/x/runs"
+
+
+def test_defaults_do_not_contradict_each_other() -> None:
+    assert across_fields(RunConfig()) == []
+
+
+def test_text_settings_are_told_from_others() -> None:
+    assert is_text("run_dir")
+    assert is_text("buffer.sampler")
+    assert not is_text("steps")
+    assert not is_text("engine.urls")
+    assert not is_text("nowhere")
+
+
+@settings(deadline=None, max_examples=50)
+@given(st.text(max_size=30), st.text(max_size=20))
+def test_no_override_escapes_as_another_error(key: str, value: str) -> None:
+    try:
+        loading.load("quickstart", [f"{key}={value}", f"trainer.{key}={value}", f"producer.args.x={value}"])
+    except ConfigError as error:
+        assert error.problems
