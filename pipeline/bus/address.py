@@ -59,6 +59,8 @@ def _parse(url: str) -> Address:
     scheme, separator, _ = url.partition("://")
     if not separator or scheme not in _KINDS:
         raise ValueError(f"it starts with none of {', '.join(f'{scheme}://' for scheme in _KINDS)}")
+    if "#" in url:
+        raise ValueError("'#' must be percent-encoded, as %23")
     kind: Any = _KINDS[scheme]
     parts = urlsplit(url)
     userinfo, _, location = parts.netloc.rpartition("@")
@@ -97,12 +99,12 @@ def _parse(url: str) -> Address:
 def _host(item: str, default: int) -> tuple[str, int]:
     matched = re.fullmatch(r"(\[[0-9a-fA-F:.%a-z]+\]|[^:\[\]]+)(?::(.*))?", item)
     if matched is None:
-        raise ValueError("the host is missing or malformed (percent-encode '/', '?', '#' and '@' in passwords)")
+        raise ValueError("the host is missing or malformed (percent-encode '/', '?' and '@' in passwords)")
     host, port = matched.groups()
     return host.strip("[]"), default if port is None else _number("port", port)
 
 
 def _number(what: str, text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,5}", text):
-        raise ValueError(f"the {what} is not a number (percent-encode '/', '?', '#' and '@' in passwords)")
+        raise ValueError(f"the {what} is not a number (percent-encode '/', '?' and '@' in passwords)")
     return int(text)

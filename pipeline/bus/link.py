@@ -38,12 +38,13 @@ REPLY_S = 15.0
 MIN_VERSION = (7, 0)
 _TRANSIENT = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, MasterDownError)
 _FIXES = {
+    "No permissions": "give the user of REDIS_URL the rights `~sluice:* +@all -@dangerous +info`",
+    "used memory > 'maxmemory'": "raise the store's maxmemory, or let fewer rollouts wait (buffer.groups)",
     "NOGROUP": "the stream or its group is gone, so the store was emptied under the run: start a new run",
-    "NOPERM": "give the user of REDIS_URL the rights `~sluice:* +@all -@dangerous +info`",
-    "OOM": "the store is out of memory: raise its maxmemory, or lower buffer.groups",
     "WRONGTYPE": "something else uses this run's keys: choose another run name or database",
     "MISCONF": "the store can't write its files: see its log",
 }
+"""What an error's text says -> what helps."""
 
 
 class Link:
@@ -141,8 +142,8 @@ class Link:
             fix = "correct the user and password in it"
             raise BusError(f"REDIS_URL={self._address}: the store refused the login ({error}): {fix}") from error
         except RedisError as error:
-            fix = next((fix for word, fix in _FIXES.items() if word in str(error)), "is this server shared?")
-            raise BusError(f"REDIS_URL={self._address}: {error}; {fix}") from error
+            fixes = (f"; {fix}" for sign, fix in _FIXES.items() if sign in str(error))
+            raise BusError(f"REDIS_URL={self._address}: {error}{next(fixes, '')}") from error
         if lost:
             self._log.info("store back", outage_s=round(time.monotonic() - lost[0], 3))
         return result

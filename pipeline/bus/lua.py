@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 _PRELUDE = """\
 local nk, na = 0, 0
-local function take(kind)
+local function _take(kind)
   if kind == 'k' then
     nk = nk + 1
     return KEYS[nk]
@@ -32,14 +32,14 @@ local function take(kind)
   na = na + 1
   return ARGV[na]
 end
-local function many(shape)
+local function _many(shape)
   local out = {}
-  for i = 1, tonumber(take('a')) do
+  for i = 1, tonumber(_take('a')) do
     if #shape == 1 then
-      out[i] = take(shape)
+      out[i] = _take(shape)
     else
       local row = {}
-      for j = 1, #shape do row[j] = take(shape:sub(j, j)) end
+      for j = 1, #shape do row[j] = _take(shape:sub(j, j)) end
       out[i] = row
     end
   end
@@ -92,7 +92,7 @@ def script(function: Callable[P, R]) -> Script[P, R]:
 
 
 def _reader(shape: str) -> str:
-    return f"many('{shape[1:]}')" if shape[0] == "*" else f"take('{shape}')"
+    return f"_many('{shape[1:]}')" if shape[0] == "*" else f"_take('{shape}')"
 
 
 def _shape(hint: Any) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from contracts.core import Entry
@@ -17,6 +17,7 @@ from pipeline.bus.model import Claimed, Inputs, WorkEntry
 
 PAGE = 256
 """Broadcast entries of one stream taken by one command in `inputs`."""
+_LOST: Any = object()
 
 
 class Reader:
@@ -45,8 +46,15 @@ class Reader:
         wanted = {stream: count for stream, count in counts.items() if count > 0}
         if not wanted:
             return []
-        found = await self._again(wanted, group)
-        return found or await self._fresh(wanted, group, block_ms)
+        deadline = time.monotonic() + block_ms / 1000
+        while True:
+            if found := await self._again(wanted, group):
+                return found
+            left_ms = max(0, int((deadline - time.monotonic()) * 1000))
+            command = self._group_read(wanted, group, min(wanted.values()), left_ms)
+            reply = await self._sure(wanted, group, lambda command=command: self._link.once(command), left_ms)
+            if reply is not _LOST:
+                return self._delivered(reply, group)
 
     async def _again(self, wanted: Mapping[str, int], group: str) -> list[WorkEntry]:
         """Own entries that were never handed out by this process."""
@@ -63,24 +71,28 @@ class Reader:
                 self._certain.add(pair)
         return found
 
-    async def _fresh(self, wanted: Mapping[str, int], group: str, block_ms: int) -> list[WorkEntry]:
-        command = self._group_read(wanted, group, min(wanted.values()), block_ms)
-        reply = await self._link.run(lambda: self._doubted(wanted, group, self._link.once(command)), block_ms)
-        return self._delivered(reply, group)
-
     def _group_read(self, streams: Iterable[str], group: str, count: int, block_ms: int) -> list[Any]:
         streams = list(streams)
         block = ["BLOCK", block_ms] if block_ms else []
         keys = [self._keys.stream(stream) for stream in streams]
         return ["XREADGROUP", "GROUP", group, self._actor, "COUNT", count, *block, "STREAMS", *keys, *">" * len(keys)]
 
-    async def _doubted(self, streams: Iterable[str], group: str, reading: Any) -> Any:
-        """Await a group read; if its reply doesn't arrive, entries may have been delivered without our knowing."""
-        try:
-            return await reading
-        except BaseException:
-            self._certain.difference_update((stream, group) for stream in streams)
-            raise
+    async def _sure(
+        self, streams: Iterable[str], group: str, attempt: Callable[[], Awaitable[Any]], block_ms: int = 0
+    ) -> Any:
+        """A reading of the group, or _LOST: a reply didn't arrive, so `_again` has to look for what it delivered."""
+        pairs = {(stream, group) for stream in streams}
+
+        async def once() -> Any:
+            if not pairs <= self._certain:
+                return _LOST
+            try:
+                return await attempt()
+            except BaseException:
+                self._certain -= pairs
+                raise
+
+        return await self._link.run(once, block_ms)
 
     def _delivered(self, reply: Any, group: str) -> list[WorkEntry]:
         found: list[WorkEntry] = []
@@ -101,8 +113,12 @@ class Reader:
         """See `Bus.claim_idle`."""
         key = Key(self._keys.stream(stream))
         call = scripts.claim(key, group, self._actor, min_idle_ms, count)
-        rows, deleted = await self._link.run(lambda: self._doubted([stream], group, self._link.evaluate(call)))
         pair = (stream, group)
+        try:
+            rows, deleted = await self._link.call(call)
+        except BaseException:
+            self._certain.discard(pair)
+            raise
         gone = [id.decode() for id in deleted]
         self.release(stream, group, gone)
         rows = [row for row in rows if row[0].decode() not in self._held[pair]]
@@ -159,21 +175,30 @@ class Reader:
         self, wanted: Mapping[str, int], cursors: Mapping[str, str], group: str
     ) -> tuple[dict[str, str], Inputs]:
         """Everything there is, without waiting, and the tip of each work stream as it was before its group was read."""
-        work = await self._again(wanted, group)
-        room = {stream: wanted[stream] - sum(entry.stream == stream for entry in work) for stream in wanted}
-        room = {stream: count for stream, count in room.items() if count}
+        work: list[WorkEntry] = []
+        replies: Any = _LOST
+        room = wanted
+        while replies is _LOST:
+            work += await self._again(room, group)
+            taken = Counter(entry.stream for entry in work)
+            room = {stream: count - taken[stream] for stream, count in wanted.items() if count > taken[stream]}
+            commands = self._commands(room, cursors, group)
+            replies = await self._sure(room, group, lambda commands=commands: self._link.batch(commands))
+        events = await self._rest(self._events(replies.pop()), cursors) if cursors else []
+        for reply in replies[1::2]:
+            work += self._delivered(reply, group)
+        tips = {stream: tip[0][0].decode() if tip else "0-0" for stream, tip in zip(room, replies[::2], strict=True)}
+        return tips, Inputs(events, work)
+
+    def _commands(self, room: Mapping[str, int], cursors: Mapping[str, str], group: str) -> list[list[Any]]:
+        """For each work stream its tip and a group read, then one read of all broadcast streams."""
         commands: list[list[Any]] = []
         for stream, count in room.items():
             commands.append(["XREVRANGE", self._keys.stream(stream), "+", "-", "COUNT", 1])
             commands.append(self._group_read([stream], group, count, 0))
         if cursors:
             commands.append(self._read(cursors, 0, PAGE))
-        replies = await self._link.run(lambda: self._doubted(room, group, self._link.batch(commands)))
-        events = await self._rest(self._events(replies.pop()), cursors) if cursors else []
-        for reply in replies[1::2]:
-            work += self._delivered(reply, group)
-        tips = {stream: tip[0][0].decode() if tip else "0-0" for stream, tip in zip(room, replies[::2], strict=True)}
-        return tips, Inputs(events, work)
+        return commands
 
     async def _rest(self, events: list[Entry], cursors: Mapping[str, str]) -> list[Entry]:
         """Read on where a full page says that there may be more."""

@@ -108,11 +108,20 @@ def commit(
 @script
 def advance(boots: Key, cursors: Key, actor: str, boot: int, positions: Sequence[tuple[str, str]]) -> int:
     """
-    -- Store cursors outside a commit. Answers the current boot; nothing is written unless it is the caller's.
+    -- Move cursors forward outside a commit; one that is already further stays, for a commit may have overtaken us.
+    -- Answers the current boot; nothing is written unless it is the caller's.
     local current = tonumber(redis.call('HGET', boots, actor) or 0)
-    if current == tonumber(boot) then
-      for _, position in ipairs(positions) do
-        redis.call('HSET', cursors, actor .. '/' .. position[1], position[2])
+    if current ~= tonumber(boot) then return current end
+    local function parts(id)
+      local ms, seq = id:match('^(%d+)-(%d+)$')
+      return tonumber(ms), tonumber(seq)
+    end
+    for _, position in ipairs(positions) do
+      local field = actor .. '/' .. position[1]
+      local ms, seq = parts(position[2])
+      local stored_ms, stored_seq = parts(redis.call('HGET', cursors, field) or '0-0')
+      if ms > stored_ms or (ms == stored_ms and seq > stored_seq) then
+        redis.call('HSET', cursors, field, position[2])
       end
     end
     return current

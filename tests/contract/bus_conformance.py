@@ -1,0 +1,643 @@
+"""What the bus promises, whatever server is behind it. Imported by the test modules, which provide `store`.
+
+Store: `bus(actor, **limits)` opens a bus on the test's run; `command(*args)` runs a raw command, with `{name}` in place
+of the full key of `name`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import re
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from pipeline.bus import (
+    Bus,
+    BusError,
+    Claimed,
+    Commit,
+    Depth,
+    Fenced,
+    Inputs,
+    Lease,
+    LeaseLostError,
+    Limits,
+    PayloadMissing,
+    Position,
+    RegisterStale,
+    SequenceConflict,
+    TooLarge,
+    client,
+    reading,
+)
+
+GROUP = "readers"
+_NAME = re.compile(r"\{(.+?)\}")
+START = "0-0"
+
+
+class Store:
+    """A run in a store."""
+
+    def __init__(self, opening: Callable[..., Awaitable[Bus]], raw: Any, prefix: str) -> None:
+        self.bus = opening
+        self._raw = raw
+        self._prefix = prefix
+
+    async def command(self, *args: Any) -> Any:
+        words = (_NAME.sub(rf"{self._prefix}\1", word) if isinstance(word, str) else word for word in args)
+        return await self._raw.execute_command(*words)
+
+    async def keys(self) -> dict[bytes, Any]:
+        """Everything the run has in the store."""
+        keys = await self._raw.execute_command("KEYS", self._prefix + "*")
+        return {key: await self._raw.execute_command("DUMP", key) for key in keys}
+
+
+def step(boot: int, seq: int, **fields: Any) -> Commit:
+    """A commit of one step, from `seq`."""
+    return Commit(boot=boot, seq_from=seq, seq_to=seq + 1, journal=[f"record {seq + 1}".encode()], **fields)
+
+
+async def booted(store: Store, actor: str) -> tuple[Bus, int]:
+    bus = await store.bus(actor)
+    return bus, (await bus.boot())[0]
+
+
+async def working(store: Store, actor: str, entries: int = 1) -> tuple[Bus, int, list[str]]:
+    """A booted actor that owns the first entries of `tasks`."""
+    bus, boot = await booted(store, actor)
+    await bus.ensure_group("tasks", GROUP)
+    for number in range(entries):
+        await bus.post("tasks", f"task {number}".encode())
+    taken = await bus.read_work({"tasks": entries}, GROUP, block_ms=None)
+    return bus, boot, [entry.entry for entry in taken]
+
+
+async def refused(store: Store, bus: Bus, commit: Commit, error: type[Exception]) -> Any:
+    """The error that `commit` raises; nothing in the store may change."""
+    before = await store.keys()
+    with pytest.raises(error) as raised:
+        await bus.commit(commit)
+    assert await store.keys() == before
+    return raised.value
+
+
+# --- commit ---
+
+
+async def test_a_commit_writes_all_its_parts(store: Store) -> None:
+    bus, boot, (task,) = await working(store, "a")
+    await bus.commit(step(boot, 0, payloads=[("old", b"1")]))
+    lease = Lease("tasks", GROUP, task)
+    adds = [("out", b"one"), ("news", b"two"), ("out", b"three")]
+    done = await bus.commit(
+        Commit(
+            boot=boot,
+            seq_from=1,
+            seq_to=3,
+            journal=[b"second", b"third"],
+            leases=[lease],
+            acks=[lease],
+            registers=[("version", 7), ("epoch", 2), ("version", 8)],
+            payloads=[("p", b"\x00\xff")],
+            adds=adds,
+            cursors=[Position("news", "5-1")],
+            deletes=["old"],
+            snapshot=b"state",
+        )
+    )
+    assert not done.again
+    found = await bus.read_after({"out": START, "news": START}, block_ms=None, count=10)
+    assert {(e.stream, e.entry, e.data) for e in found} == {
+        (stream, entry, data)
+        for (stream, data), entry in zip(
+            [("out", b"one"), ("news", b"two"), ("out", b"three")], done.entries, strict=True
+        )
+    }
+    assert await bus.payloads(["p"]) == [b"\x00\xff"]
+    assert [await bus.register(name) for name in ("version", "epoch", "never")] == [8, 2, 0]
+    assert await bus.cursors() == {"news": "5-1"}
+    assert await bus.snapshot() == (3, b"state")
+    assert await bus.journal() == [b"record 1", b"second", b"third"]
+    assert await bus.depths(["tasks"], GROUP) == {"tasks": Depth(length=1, pending=0, lag=0)}
+    with pytest.raises(PayloadMissing, match="payload old is not in the store"):
+        await bus.payloads(["p", "old"])
+
+
+async def test_a_commit_sent_again_is_applied_once_and_answers_the_first_ids(store: Store) -> None:
+    bus, boot = await booted(store, "a")
+    commit = step(boot, 0, adds=[("out", b"x"), ("out", b"y")], registers=[("version", 1)])
+    first = await bus.commit(commit)
+    before = await store.keys()
+    second = await bus.commit(commit)
+    assert (second.entries, second.again) == (first.entries, True)
+    assert await store.keys() == before
+    empty = step(boot, 1)
+    assert (await bus.commit(empty)).entries == (await bus.commit(empty)).entries == ()
+
+
+async def test_a_commit_of_an_earlier_boot_is_fenced(store: Store) -> None:
+    old, boot = await booted(store, "a")
+    new, later = await booted(store, "a")
+    assert later == boot + 1
+    error = await refused(store, old, step(boot, 0, adds=[("out", b"x")]), Fenced)
+    assert (error.boot, error.current) == (boot, later)
+    assert "boot 2 has taken over" in str(error)
+    await new.commit(step(later, 0))
+    error = await refused(store, old, step(boot, 0), Fenced)
+    assert error.current == later
+
+
+async def test_an_emptied_store_fences_everybody(store: Store) -> None:
+    bus, boot = await booted(store, "a")
+    await store.command("DEL", "{boots}")
+    assert "it was emptied" in str(await refused(store, bus, step(boot, 0), Fenced))
+
+
+async def test_of_two_boots_racing_only_the_later_one_writes(store: Store) -> None:
+    old, first = await booted(store, "a")
+    new = await store.bus("a")
+
+    async def reboot() -> int:
+        boot, seq = await new.boot()
+        done = await new.commit(step(boot, seq, adds=[("out", f"{boot}".encode())]))
+        return len(done.entries)
+
+    async def go_on() -> int:
+        for count in itertools.count():
+            try:
+                await old.commit(step(first, count, adds=[("out", f"{first}".encode())]))
+            except Fenced:
+                return count
+        raise AssertionError
+
+    wrote, added = await asyncio.gather(go_on(), reboot())
+    found = await new.read_after({"out": START}, block_ms=None, count=10_000)
+    assert [entry.data for entry in found] == [b"1"] * wrote + [b"2"] * added
+    assert len(await new.journal()) == wrote + added
+
+
+@pytest.mark.parametrize(("seq_from", "records"), [(0, 1), (0, 3), (1, 1), (3, 1)])
+async def test_a_commit_that_does_not_continue_the_store_is_refused(store: Store, seq_from: int, records: int) -> None:
+    bus, boot = await booted(store, "a")
+    await bus.commit(Commit(boot=boot, seq_from=0, seq_to=2, journal=[b"1", b"2"]))
+    commit = Commit(boot=boot, seq_from=seq_from, seq_to=seq_from + records, journal=[b"x"] * records)
+    error = await refused(store, bus, commit, SequenceConflict)
+    assert error.current == 2
+    assert "the store holds 2" in str(error)
+
+
+@pytest.mark.parametrize("journal", [[], [b"1"], [b"1", b"2", b"3"]])
+async def test_a_journal_that_does_not_fit_the_sequence_is_refused_unsent(store: Store, journal: list[bytes]) -> None:
+    bus, boot = await booted(store, "a")
+    await refused(store, bus, Commit(boot=boot, seq_from=0, seq_to=2, journal=journal), ValueError)
+    await refused(store, bus, Commit(boot=boot, seq_from=0, seq_to=0, journal=[]), ValueError)
+
+
+async def test_lost_leases_refuse_the_commit_and_are_all_named(store: Store) -> None:
+    a, boot, (mine, taken, acked, other) = await working(store, "a", entries=4)
+    b = await store.bus("b")
+    await store.command("XCLAIM", "{tasks}", GROUP, "b", 0, taken)
+    await store.command("XCLAIM", "{tasks}", GROUP, "b", 0, other)
+    await store.command("XACK", "{tasks}", GROUP, acked)
+    commit = step(
+        boot,
+        0,
+        adds=[("out", b"x")],
+        leases=[Lease("tasks", GROUP, entry) for entry in (mine, taken, acked, "9-9")],
+        acks=[Lease("tasks", GROUP, entry) for entry in (mine, taken, other)],
+    )
+    error = await refused(store, a, commit, LeaseLostError)
+    assert [lease.entry for lease in error.leases] == [taken, acked, "9-9", other]
+    assert f"tasks/{taken}" in str(error)
+    await a.commit(step(boot, 0, leases=[Lease("tasks", GROUP, mine)]))
+    await b.boot()
+    await b.commit(step(1, 0, acks=[Lease("tasks", GROUP, taken)]))
+
+
+async def test_an_ack_of_an_entry_that_nobody_owns_is_ignored(store: Store) -> None:
+    bus, boot, (task,) = await working(store, "a")
+    ack = Lease("tasks", GROUP, task)
+    await bus.commit(step(boot, 0, acks=[ack]))
+    await bus.commit(step(boot, 1, acks=[ack]))
+    assert (await bus.depths(["tasks"], GROUP))["tasks"].pending == 0
+
+
+@pytest.mark.parametrize("value", [4, 5])
+async def test_a_register_only_rises(store: Store, value: int) -> None:
+    bus, boot = await booted(store, "a")
+    await bus.commit(step(boot, 0, registers=[("version", 5)]))
+    error = await refused(store, bus, step(boot, 1, registers=[("epoch", 1), ("version", value)]), RegisterStale)
+    assert (error.register, error.value, error.current) == ("version", value, 5)
+    twice = step(boot, 1, registers=[("version", 9), ("version", 8)])
+    assert (await refused(store, bus, twice, RegisterStale)).current == 9
+    assert await bus.register("version") == 5
+
+
+async def test_checks_come_in_the_order_fence_sequence_lease_register(store: Store) -> None:
+    old, _ = await booted(store, "a")
+    bus, boot, _ = await working(store, "a")
+    await bus.commit(step(boot, 0, registers=[("version", 5)]))
+    broken: dict[str, Any] = {"leases": [Lease("tasks", GROUP, "9-9")], "registers": [("version", 5)]}
+    await refused(store, old, step(boot - 1, 7, **broken), Fenced)
+    await refused(store, bus, step(boot, 7, **broken), SequenceConflict)
+    await refused(store, bus, step(boot, 1, **broken), LeaseLostError)
+    del broken["leases"]
+    await refused(store, bus, step(boot, 1, **broken), RegisterStale)
+
+
+async def test_a_snapshot_drops_the_journal_only_if_asked(store: Store) -> None:
+    bus, boot = await booted(store, "a")
+    await bus.commit(step(boot, 0))
+    await bus.commit(step(boot, 1, snapshot=b"two"))
+    assert (await bus.snapshot(), len(await bus.journal())) == ((2, b"two"), 2)
+    await bus.commit(step(boot, 2, snapshot=b"three", keep_journal=False))
+    assert (await bus.snapshot(), await bus.journal()) == ((3, b"three"), [])
+    await bus.commit(step(boot, 3))
+    assert await bus.journal(after=3) == [b"record 4"]
+
+
+async def test_a_boot_learns_the_last_committed_sequence(store: Store) -> None:
+    bus, boot = await booted(store, "a")
+    assert await bus.snapshot() is None
+    assert await bus.journal() == []
+    await bus.commit(Commit(boot=boot, seq_from=0, seq_to=2, journal=[b"1", b"2"]))
+    assert await bus.boot() == (2, 2)
+
+
+async def test_what_is_too_large_is_refused_unsent(store: Store) -> None:
+    bus = await store.bus("a", limits=Limits(entry=10, payload=20))
+    boot, _ = await bus.boot()
+    long, longer = b"x" * 11, b"x" * 21
+    cases: list[tuple[Commit, str]] = [
+        (Commit(boot=boot, seq_from=0, seq_to=1, journal=[long]), "a journal record has 11 bytes, limit 10"),
+        (step(boot, 0, adds=[("out", long)]), "an entry of out has 11 bytes, limit 10: .*Limits.entry"),
+        (step(boot, 0, payloads=[("p", longer)]), "payload p has 21 bytes, limit 20: .*Limits.payload"),
+        (step(boot, 0, snapshot=longer), "the snapshot has 21 bytes"),
+    ]
+    for commit, text in cases:
+        error = await refused(store, bus, commit, TooLarge)
+        assert text.split(":")[0] in str(error)
+    with pytest.raises(TooLarge):
+        await bus.post("out", long)
+    await bus.commit(step(boot, 0, adds=[("out", b"x" * 10)], payloads=[("p", b"x" * 20)], snapshot=b"x" * 20))
+
+
+async def test_advance_moves_cursors_forward_only_and_is_fenced(store: Store) -> None:
+    bus, boot = await booted(store, "a")
+    await bus.commit(step(boot, 0, cursors=[Position("news", "5-1")]))
+    await bus.advance(boot, {"news": "4-9", "fleet": "3-0"})
+    assert await bus.cursors() == {"news": "5-1", "fleet": "3-0"}
+    await bus.advance(boot, {"news": "5-0", "fleet": "3-1"})
+    assert await bus.cursors() == {"news": "5-1", "fleet": "3-1"}
+    await bus.advance(boot, {"news": "6-0"})
+    assert (await bus.cursors())["news"] == "6-0"
+    new, _ = await booted(store, "a")
+    with pytest.raises(Fenced):
+        await bus.advance(boot, {"news": "9-9"})
+    assert (await new.cursors())["news"] == "6-0"
+
+
+# --- work ---
+
+
+async def test_a_group_starts_at_the_first_entry_and_is_made_once(store: Store) -> None:
+    bus = await store.bus("a")
+    await bus.post("tasks", b"early")
+    await bus.ensure_group("tasks", GROUP)
+    assert [e.data for e in await bus.read_work({"tasks": 5}, GROUP, block_ms=None)] == [b"early"]
+    await bus.ensure_group("tasks", GROUP)
+    assert await bus.read_work({"tasks": 5}, GROUP, block_ms=None) == []
+
+
+async def test_a_key_of_another_type_is_an_error_that_says_what_to_do(store: Store) -> None:
+    bus = await store.bus("a")
+    await store.command("SET", "{tasks}", "x")
+    with pytest.raises(BusError, match="choose another run name or database"):
+        await bus.ensure_group("tasks", GROUP)
+
+
+async def test_a_missing_group_is_an_error_that_says_what_to_do(store: Store) -> None:
+    bus = await store.bus("a")
+    with pytest.raises(BusError, match="store was emptied under the run"):
+        await bus.read_inputs({"tasks": 1}, {}, GROUP, block_ms=None)
+    await bus.ensure_group("tasks", GROUP)
+    await bus.read_inputs({"tasks": 1}, {}, GROUP, block_ms=None)
+    await store.command("DEL", "{tasks}")
+    with pytest.raises(BusError, match="store was emptied under the run"):
+        await bus.read_inputs({"tasks": 1}, {}, GROUP, block_ms=None)
+
+
+async def test_after_a_boot_own_unfinished_entries_come_first(store: Store) -> None:
+    _, _, tasks = await working(store, "a", entries=3)
+    again = await store.bus("a")
+    await again.post("tasks", b"new")
+    first = await again.read_work({"tasks": 2}, GROUP, block_ms=None)
+    second = await again.read_work({"tasks": 2}, GROUP, block_ms=None)
+    third = await again.read_work({"tasks": 2}, GROUP, block_ms=None)
+    assert [e.entry for e in first + second] == tasks
+    assert all(e.deliveries > 1 for e in first + second)
+    assert [(e.data, e.deliveries) for e in third] == [(b"new", 1)]
+
+
+async def test_unfinished_entries_come_again_however_many_there_are(store: Store) -> None:
+    _, _, tasks = await working(store, "a", entries=230)
+    again = await store.bus("a")
+    taken = await again.read_work({"tasks": 220}, GROUP, block_ms=None)
+    taken += await again.read_work({"tasks": 220}, GROUP, block_ms=None)
+    assert [e.entry for e in taken] == tasks
+
+
+async def test_streams_with_no_room_are_not_read(store: Store) -> None:
+    bus, _, _ = await working(store, "a")
+    await bus.post("tasks", b"x")
+    assert await bus.read_work({"tasks": 0}, GROUP, block_ms=None) == []
+    assert await bus.read_inputs({"tasks": 0}, {}, GROUP, block_ms=None) == Inputs([], [])
+
+
+async def test_several_work_streams_are_read_at_once(store: Store) -> None:
+    bus = await store.bus("a")
+    for stream in ("tasks", "batches"):
+        await bus.ensure_group(stream, GROUP)
+        await bus.post(stream, stream.encode())
+    taken = await bus.read_work({"tasks": 2, "batches": 1}, GROUP, block_ms=None)
+    assert {(e.stream, e.data) for e in taken} == {("tasks", b"tasks"), ("batches", b"batches")}
+
+
+async def test_a_blocked_read_of_work_wakes(store: Store) -> None:
+    bus, _, _ = await working(store, "a")
+    reading = asyncio.create_task(bus.read_work({"tasks": 1}, GROUP, block_ms=5000))
+    await asyncio.sleep(0)
+    await (await store.bus("b")).post("tasks", b"late")
+    assert [e.data for e in await reading] == [b"late"]
+
+
+async def test_an_entry_whose_delivery_was_lost_comes_with_the_next_reading(store: Store) -> None:
+    bus, _, (held,) = await working(store, "a")
+    await bus.post("tasks", b"lost")
+    await store.command("XREADGROUP", "GROUP", GROUP, "a", "STREAMS", "{tasks}", ">")
+    assert await bus.read_work({"tasks": 5}, GROUP, block_ms=None) == []
+    reading = asyncio.create_task(bus.read_work({"tasks": 5}, GROUP, block_ms=5000))
+    await asyncio.sleep(0.05)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    (entry,) = await bus.read_work({"tasks": 5}, GROUP, block_ms=None)
+    assert (entry.data, entry.deliveries) == (b"lost", 2)
+    assert entry.entry != held
+
+
+async def age(store: Store, actor: str, entry: str, idle_ms: int = 60_000) -> None:
+    """Make the entry look as if it had not been renewed for long."""
+    await store.command("XCLAIM", "{tasks}", GROUP, actor, 0, entry, "IDLE", idle_ms, "JUSTID")
+
+
+async def test_entries_left_idle_are_taken_over_up_to_the_count(store: Store) -> None:
+    _, _, (first, second, third, fresh) = await working(store, "a", entries=4)
+    for entry in (first, second, third):
+        await age(store, "a", entry)
+    b = await store.bus("b")
+    claimed = await b.claim_idle("tasks", GROUP, 30_000, 2)
+    assert [(e.entry, e.data, e.deliveries) for e in claimed.entries] == [(first, b"task 0", 2), (second, b"task 1", 2)]
+    assert [e.entry for e in (await b.claim_idle("tasks", GROUP, 30_000, 9)).entries] == [third]
+    assert await b.claim_idle("tasks", GROUP, 30_000, 9) == Claimed([], [])
+    assert (await store.command("XPENDING", "{tasks}", GROUP, fresh, fresh, 1))[0][1] == b"a"
+
+
+async def test_entries_in_hand_are_not_handed_out_again_when_idle(store: Store) -> None:
+    bus, _, (task,) = await working(store, "a")
+    await age(store, "a", task)
+    assert await bus.claim_idle("tasks", GROUP, 30_000, 9) == Claimed([], [])
+
+
+async def test_entries_deleted_while_owed_are_reported_once(store: Store) -> None:
+    _, _, (gone, kept) = await working(store, "a", entries=2)
+    await store.command("XDEL", "{tasks}", gone)
+    again = await store.bus("a")
+    assert [e.entry for e in await again.read_work({"tasks": 5}, GROUP, block_ms=None)] == [kept]
+    assert await again.claim_idle("tasks", GROUP, 0, 9) == Claimed([], [gone])
+    assert await again.claim_idle("tasks", GROUP, 0, 9) == Claimed([], [])
+
+
+async def test_renewing_keeps_entries_from_being_taken_over(store: Store) -> None:
+    bus, _, (mine, taken, gone) = await working(store, "a", entries=3)
+    await age(store, "a", mine)
+    await store.command("XCLAIM", "{tasks}", GROUP, "b", 0, taken)
+    await store.command("XDEL", "{tasks}", gone)
+    assert await bus.renew("tasks", GROUP, [mine, taken, gone, "9-9"]) == [taken, gone, "9-9"]
+    ((_, owner, idle, deliveries),) = await store.command("XPENDING", "{tasks}", GROUP, mine, mine, 1)
+    assert (owner, deliveries) == (b"a", 1)
+    assert idle < 30_000
+
+
+async def test_a_buried_entry_is_in_the_dead_letter_stream_and_acked(store: Store) -> None:
+    bus, _, (task, gone) = await working(store, "a", entries=2)
+    await store.command("XDEL", "{tasks}", gone)
+    buried = await bus.bury("tasks", GROUP, task, reason="too often", now=12.5)
+    await bus.bury("tasks", GROUP, gone, reason="gone", now=13.0)
+    first, second = await store.command("XRANGE", "{dead:tasks}", "-", "+")
+    assert first[0].decode() == buried
+    fields = [b"e", b"task 0", b"origin", task.encode(), b"reason", b"too often", b"at", b"12.5", b"deliveries", b"1"]
+    assert first[1] == fields
+    assert second[1][:4] == [b"e", b"", b"origin", gone.encode()]
+    assert (await bus.depths(["tasks"], GROUP))["tasks"].pending == 0
+    with pytest.raises(LeaseLostError):
+        await bus.bury("tasks", GROUP, task, reason="again", now=14.0)
+    assert await store.command("XLEN", "{dead:tasks}") == 2
+
+
+# --- broadcast ---
+
+
+async def test_broadcast_entries_are_read_behind_the_cursors(store: Store) -> None:
+    bus = await store.bus("a")
+    ids = [await bus.post("news", f"{n}".encode()) for n in range(4)]
+    first = await bus.read_after({"news": START}, block_ms=None, count=3)
+    assert [(e.stream, e.entry, e.data) for e in first] == [("news", ids[n], f"{n}".encode()) for n in range(3)]
+    assert [e.entry for e in await bus.read_after({"news": ids[2]}, block_ms=10, count=3)] == ids[3:]
+    assert await bus.read_after({"news": ids[3]}, block_ms=10, count=3) == []
+    assert await bus.read_after({}, block_ms=10, count=3) == []
+
+
+async def test_streams_are_merged_by_the_time_of_the_store(store: Store) -> None:
+    bus = await store.bus("a")
+    for number, stream in enumerate(["news", "fleet", "news", "fleet"]):
+        await store.command("XADD", f"{{{stream}}}", f"{number + 1}-0", "e", f"{number}")
+    found = await bus.read_after({"fleet": START, "news": START}, block_ms=None, count=9)
+    assert [e.data for e in found] == [b"0", b"1", b"2", b"3"]
+
+
+async def test_events_stored_before_a_work_entry_are_read_before_it(store: Store) -> None:
+    bus, _, _ = await working(store, "a")
+    for number in range(3):
+        await bus.post("news", f"{number}".encode())
+    await bus.post("tasks", b"task")
+    await bus.post("news", b"3")
+    found = await bus.read_inputs({"tasks": 5}, {"news": START}, GROUP, block_ms=5000)
+    assert [e.data for e in found.work] == [b"task"]
+    assert [e.data for e in found.events] == [b"0", b"1", b"2", b"3"]
+
+
+async def test_no_event_is_left_behind_a_work_entry_by_the_size_of_a_page(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "PAGE", 3)
+    bus, _, _ = await working(store, "a")
+    for number in range(8):
+        await bus.post("news" if number < 7 else "fleet", f"{number}".encode())
+    await bus.post("tasks", b"task")
+    found = await bus.read_inputs({"tasks": 5}, {"fleet": START, "news": START}, GROUP, block_ms=None)
+    assert sorted(e.data for e in found.events) == [f"{number}".encode() for number in range(8)]
+    assert len(found.work) == 1
+
+
+async def test_after_a_boot_events_come_before_own_unfinished_work(store: Store) -> None:
+    _, _, tasks = await working(store, "a", entries=2)
+    again = await store.bus("a")
+    await again.post("news", b"x")
+    await again.post("tasks", b"third")
+    await again.post("tasks", b"fourth")
+    found = await again.read_inputs({"tasks": 3}, {"news": START}, GROUP, block_ms=None)
+    assert [e.data for e in found.events] == [b"x"]
+    assert [(e.data, e.deliveries > 1) for e in found.work] == [(b"task 0", True), (b"task 1", True), (b"third", False)]
+    assert [e.entry for e in found.work][:2] == tasks
+    full = await (await store.bus("a")).read_inputs({"tasks": 3}, {}, GROUP, block_ms=None)
+    assert len(full.work) == 3
+
+
+@pytest.mark.parametrize("stream", ["news", "tasks"])
+async def test_a_blocked_reading_wakes_for_either_kind(store: Store, stream: str) -> None:
+    bus, _, _ = await working(store, "a")
+    await bus.read_inputs({"tasks": 1}, {"news": START}, GROUP, block_ms=None)
+    waiting = asyncio.create_task(bus.read_inputs({"tasks": 1}, {"news": START}, GROUP, block_ms=5000))
+    await asyncio.sleep(0.05)
+    await (await store.bus("b")).post(stream, b"x")
+    found = await waiting
+    assert [e.stream for e in [*found.events, *found.work]] == [stream]
+
+
+async def test_a_blocked_reading_waits_on_when_another_reader_took_the_work(store: Store) -> None:
+    bus, _, _ = await working(store, "a")
+    waiting = asyncio.create_task(bus.read_inputs({"tasks": 1}, {"news": START}, GROUP, block_ms=400))
+    await asyncio.sleep(0.05)
+    b = await store.bus("b")
+    await b.post("tasks", b"x")
+    await b.read_work({"tasks": 1}, GROUP, block_ms=None)
+    await b.post("tasks", b"y")
+    found = await waiting
+    taken = await b.read_work({"tasks": 1}, GROUP, block_ms=None)
+    assert len(found.work) + len(taken) <= 2
+    assert {e.data for e in [*found.work, *taken]} <= {b"x", b"y"}
+
+
+async def test_a_reading_that_has_nothing_to_read_waits(store: Store) -> None:
+    bus = await store.bus("a")
+    loop = asyncio.get_running_loop()
+    before = loop.time()
+    assert await bus.read_inputs({}, {}, GROUP, block_ms=30) == Inputs([], [])
+    assert loop.time() - before >= 0.029
+
+
+# --- trimming ---
+
+
+async def test_trimming_stops_at_the_floor_and_at_every_reader(store: Store) -> None:
+    bus, boot, tasks = await working(store, "a", entries=6)
+    await store.command("XGROUP", "CREATE", "{tasks}", "slow", 0)
+    assert (await bus.trim("tasks", "9999999999999-0")).removed == 0
+    await store.command("XREADGROUP", "GROUP", "slow", "s", "COUNT", 5, "STREAMS", "{tasks}", ">")
+    await store.command("XACK", "{tasks}", "slow", *tasks[:5])
+    await bus.commit(step(boot, 0, acks=[Lease("tasks", GROUP, tasks[n]) for n in (0, 1, 2, 4)]))
+    trimmed = await bus.trim("tasks", tasks[1])
+    assert (trimmed.removed, trimmed.first) == (1, tasks[1])
+    trimmed = await bus.trim("tasks", "9999999999999")
+    assert (trimmed.removed, trimmed.first) == (2, tasks[3])
+    await bus.commit(step(boot, 1, acks=[Lease("tasks", GROUP, tasks[n]) for n in (3, 5)]))
+    assert (await bus.trim("tasks", "9999999999999")).first == tasks[5]
+
+
+async def test_trimming_keeps_what_lies_behind_a_stored_cursor(store: Store) -> None:
+    bus, boot = await booted(store, "a")
+    ids = [await bus.post("news", b"x") for _ in range(4)]
+    await bus.commit(step(boot, 0, cursors=[Position("news", ids[1]), Position("old_news", START)]))
+    trimmed = await bus.trim("news", "9999999999999")
+    assert (trimmed.removed, trimmed.first) == (2, ids[2])
+    await bus.advance(boot, {"news": ids[3]})
+    trimmed = await bus.trim("news", "9999999999999")
+    assert (trimmed.removed, trimmed.first) == (2, None)
+
+
+async def test_trimming_keeps_the_journal_behind_the_snapshot(store: Store) -> None:
+    bus, boot = await booted(store, "a")
+    await bus.commit(step(boot, 0))
+    assert (await bus.trim("journal:a", "99-0")).removed == 0
+    await bus.commit(step(boot, 1, snapshot=b"two"))
+    await bus.commit(step(boot, 2))
+    trimmed = await bus.trim("journal:a", "99-0")
+    assert (trimmed.removed, trimmed.first) == (2, "3-0")
+    assert await bus.journal(after=2) == [b"record 3"]
+
+
+async def test_trimming_a_stream_that_does_not_exist_does_nothing(store: Store) -> None:
+    trimmed = await (await store.bus("a")).trim("nothing", "5-0")
+    assert (trimmed.removed, trimmed.first) == (0, None)
+
+
+# --- state ---
+
+
+async def test_payloads_come_in_the_order_asked_however_many(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "FETCH", 2)
+    bus, boot = await booted(store, "a")
+    pairs = [(f"p{n}", f"{n}".encode()) for n in range(5)]
+    await bus.commit(step(boot, 0, payloads=pairs))
+    keys = [key for key, _ in reversed(pairs)]
+    assert await bus.payloads(keys) == [data for _, data in reversed(pairs)]
+    assert await bus.payloads([]) == []
+
+
+async def test_a_journal_is_read_whole_and_from_anywhere(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "JOURNAL_PAGE", 2)
+    bus, boot = await booted(store, "a")
+    records = [f"{n}".encode() for n in range(1, 6)]
+    await bus.commit(Commit(boot=boot, seq_from=0, seq_to=5, journal=records))
+    other = await store.bus("other")
+    assert await other.journal("a") == records
+    assert await other.journal("a", after=3) == records[3:]
+    assert await other.journal() == []
+    found = await other.read_after({"journal:a": START}, block_ms=None, count=9)
+    assert [e.data for e in found] == records
+
+
+async def test_cursors_of_actors_with_like_names_are_kept_apart(store: Store) -> None:
+    for actor in ("a", "ab", "b"):
+        bus, boot = await booted(store, actor)
+        await bus.commit(step(boot, 0, cursors=[Position("news", f"1-{len(actor)}")]))
+    assert await bus.cursors("a") == {"news": "1-1"}
+    assert await bus.cursors("ab") == {"news": "1-2"}
+    assert await bus.cursors("c") == {}
+
+
+async def test_the_configuration_is_stored_or_missed_by_name(store: Store) -> None:
+    bus = await store.bus("a")
+    with pytest.raises(BusError, match="config is not set"):
+        await bus.get_config()
+    await bus.put_config(b"\x01config")
+    assert await bus.get_config() == b"\x01config"
+
+
+async def test_depths_say_how_far_a_group_is_behind(store: Store) -> None:
+    bus, _, _ = await working(store, "a", entries=2)
+    await bus.post("tasks", b"x")
+    await bus.post("news", b"x")
+    assert await bus.depths(["tasks", "news", "none"], GROUP) == {
+        "tasks": Depth(length=3, pending=2, lag=1),
+        "news": Depth(length=1, pending=0, lag=0),
+        "none": Depth(length=0, pending=0, lag=0),
+    }
+    assert await bus.depths(["tasks"]) == {"tasks": Depth(length=3, pending=0, lag=0)}
+    assert (await bus.depths(["tasks"], "nobody"))["tasks"].pending == 0

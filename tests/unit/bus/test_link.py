@@ -1,0 +1,36 @@
+"""What the connection decides without a server."""
+
+from __future__ import annotations
+
+import pytest
+
+from pipeline.bus import Bus, BusError, link
+
+
+async def test_without_hiredis_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "HIREDIS_AVAILABLE", False)
+    with pytest.raises(BusError, match=r"pip install 'redis\[hiredis\]'"):
+        await Bus.connect("redis://localhost", "run", actor="a")
+
+
+@pytest.mark.parametrize(
+    ("info", "server"),
+    [
+        (b"redis_version:7.0.0\r\n", "redis 7.0.0"),
+        (b"redis_version:8.2\r\nmaxmemory:0\r\nmaxmemory_policy:allkeys-lru", "redis 8.2"),
+        (b"server_name:valkey\r\nredis_version:7.2.4\r\nvalkey_version:9.1.2\r\n", "valkey 9.1.2"),
+    ],
+)
+def test_a_good_server_is_named(info: bytes, server: str) -> None:
+    assert link.check(info, "where") == server
+
+
+@pytest.mark.parametrize("version", [b"6.2.14", b"5", b"6.9"])
+def test_an_old_server_is_refused(version: bytes) -> None:
+    with pytest.raises(BusError, match=r"use Redis >= 7\.0 or Valkey"):
+        link.check(b"redis_version:" + version, "where")
+
+
+def test_a_server_that_names_no_version_is_refused() -> None:
+    with pytest.raises(BusError, match="version 0"):
+        link.check(b"", "where")
