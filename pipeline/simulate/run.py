@@ -16,7 +16,7 @@ from pipeline.verify import Finding, Summary, Verifier
 
 
 class Faults(msgspec.Struct, frozen=True):
-    """How many faults of each kind fall into the first `window_s` seconds; each hits a random actor at a random time."""
+    """How many faults of each kind fall into the first `window_s` seconds; each hits a random actor at some time."""
 
     kills: int = 0
     pauses: int = 0

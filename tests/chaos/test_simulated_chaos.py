@@ -61,8 +61,7 @@ def test_without_faults_first_come_first_trained_drops_only_stragglers():
 def test_the_same_seed_gives_the_same_log_whatever_the_hash_seed():
     code = (
         "from tests.chaos.test_simulated_chaos import config, digest\n"
-        "from contracts.events import GroupDropped
-from pipeline.simulate.run import Faults, simulate\n"
+        "from pipeline.simulate.run import Faults, simulate\n"
         "print(digest(simulate(config(5, steps=4), 5, Faults(kills=5))))"
     )
     runs = [
