@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from aiohttp import web
 
-from actors.gateway.client import DataProblem, ErrorBody, ErrorReply, Generated, Problem
+from actors.gateway.client import DataProblem, DeadlineProblem, ErrorBody, ErrorReply, Generated, Problem
 from actors.gateway.tokens import Tokens
 from actors.gateway.upstream import Job
 from config.schema import GatewayConfig
@@ -122,6 +122,9 @@ class Server:
         if room < 1:
             raise DataProblem(f"the prompt has {len(prompt_ids)} tokens, a context of {self._context} leaves no room")
         limit = self._config.request_deadline_s
+        deadline_at = arrived_at + min(form.deadline_s or limit, limit)
+        if self._clock.now() >= deadline_at:
+            raise DeadlineProblem("the deadline passed while the prompt was tokenised")
         return Job(
             session=form.session,
             prompt_ids=prompt_ids,
@@ -130,7 +133,7 @@ class Server:
             max_new_tokens=min(form.sampling.max_new_tokens, room),
             seed=form.sampling.seed,
             eos=self._tokens.eos,
-            deadline_at=arrived_at + min(form.deadline_s or limit, limit),
+            deadline_at=deadline_at,
         )
 
     async def _prompt(self, form: GenerateForm) -> list[int]:

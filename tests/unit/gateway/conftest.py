@@ -196,7 +196,8 @@ class Host:
             wake = self.core.wake(self.current)
             timeout = None if wake is None else max(0.0, wake - self.clock.now())
             try:
-                input = await asyncio.wait_for(self._queue.get(), timeout)
+                async with asyncio.timeout(timeout):
+                    input = await self._queue.get()
             except TimeoutError:
                 input = Tick()
             if not self.frozen:
