@@ -390,7 +390,7 @@ class BufferCore:
         A task issued now is sampled from the committed version at the oldest, so it must belong to one of the next
         `1 + max_staleness` batches after that version.
         """
-        if state.base is None or state.committed is None or state.target() >= self.steps:
+        if state.base is None or state.committed is None:
             return state, ()
         batches = min(state.committed + 1 + self.staleness, self.steps) - state.base
         total = self.config.groups * batches + state.dropped

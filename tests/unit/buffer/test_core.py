@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
-from actors.buffer.core import BufferCore, State
-from config.schema import BufferConfig, EvalConfig, RunConfig
-from contracts.core import Ack, Booted, Delivered, Emit, Ref, Release, Tick
-from contracts.envelope import STREAM_OF, Envelope
+from config.schema import EvalConfig
+from contracts.core import Booted
 from contracts.events import (
     BatchReady,
     BufferDepth,
@@ -20,141 +17,12 @@ from contracts.events import (
     EngineQuarantined,
     EvalFinished,
     GroupDropped,
-    Member,
     PayloadRef,
-    PolicyReady,
     Provenance,
-    RefitCommitted,
     RunStarted,
     RunStopping,
-    SampleFailed,
-    StepFinished,
-    TrajectoryFinished,
-    TrajectoryRejected,
 )
-
-ENGINE = Member("engine-0", 1)
-
-
-class Buffer:
-    """A core with its state, fed events; collects what it emits."""
-
-    def __init__(self, *, steps: int = 100, sync: bool = False, evals: EvalConfig | None = None, **buffer: Any) -> None:
-        settings = {"groups": 2, "max_staleness": 1, **buffer}
-        config = RunConfig(steps=steps, sync=sync, buffer=BufferConfig(**settings), eval=evals or EvalConfig())
-        self.core = BufferCore(config)
-        self.state = self.core.initial()
-        self.now = 0.0
-        self.count = 0
-        self.emitted: list[Any] = []
-        self.released: list[str] = []
-        self.acked = 0
-
-    def feed(self, input: Any) -> list[Any]:
-        self.state, commands = self.core.step(self.state, input, self.now)
-        self.state = msgspec.msgpack.decode(msgspec.msgpack.encode(self.state), type=State)
-        events = [command.event for command in commands if isinstance(command, Emit)]
-        self.emitted += events
-        self.released += [key for command in commands if isinstance(command, Release) for key in command.keys]
-        self.acked += sum(isinstance(command, Ack) for command in commands)
-        return events
-
-    def event(self, body: Any) -> list[Any]:
-        self.count += 1
-        stream = STREAM_OF[type(body)]
-        envelope = Envelope(
-            id=f"x:{self.count}.0", run="r", stream=stream, actor="x", boot=1, epoch=0, wall_ns=0, mono_ns=0, body=body
-        )
-        return self.feed(Delivered(Ref(stream, f"{self.count}-0"), envelope))
-
-    def ready(self, version: int = 0, step: int = 0, abandoned: tuple[int, ...] = ()) -> list[Any]:
-        body = PolicyReady(version=version, step=step, parent_version=None, trainer_boot=1, abandoned=abandoned)
-        return self.event(body)
-
-    def commit(self, version: int, step: int | None = None, engines: tuple[Member, ...] = (ENGINE,)) -> list[Any]:
-        return self.event(
-            RefitCommitted(
-                epoch=self.count,
-                version=version,
-                step=version if step is None else step,
-                engines=engines,
-                world_size=2,
-                pause_s=0,
-                drain_s=0,
-                transfer_s=0,
-                bytes=0,
-            )
-        )
-
-    def stepped(self, batch: int, version: int | None = None, step: int | None = None) -> list[Any]:
-        return self.event(
-            StepFinished(
-                version=batch if version is None else version,
-                parent_version=0,
-                step=batch if step is None else step,
-                trainer_boot=1,
-                batch=batch,
-                metrics={},
-                seconds=0,
-                waited_s=0,
-                tokens=0,
-                tasks=(),
-            )
-        )
-
-    def sample(
-        self, index: int, sample: int, version: int = 0, reward: float | None = None, **changes: Any
-    ) -> list[Any]:
-        fields: dict[str, Any] = dict(
-            task=f"t{index}",
-            index=index,
-            sample=sample,
-            attempt=1,
-            samples=2,
-            reward=float(sample) if reward is None else reward,
-            components={},
-            valid=True,
-            payload=PayloadRef(f"p{index}.{sample}", 1),
-            prompt_tokens=1,
-            completion_tokens=1,
-            sources=(Provenance(version, ENGINE.actor, ENGINE.boot),),
-            seconds=0.0,
-        )
-        return self.event(TrajectoryFinished(**{**fields, **changes}))
-
-    def group(self, index: int, version: int = 0, **changes: Any) -> list[Any]:
-        return self.sample(index, 0, version, **changes) + self.sample(index, 1, version, **changes)
-
-    def failed(self, index: int, sample: int, **changes: Any) -> list[Any]:
-        fields: dict[str, Any] = dict(
-            task=f"t{index}", index=index, sample=sample, attempt=3, samples=2, failure="infra", reason="x"
-        )
-        return self.event(SampleFailed(**{**fields, **changes}))
-
-    def tick(self, now: float) -> list[Any]:
-        self.now = now
-        return self.feed(Tick())
-
-    def of(self, kind: type) -> list[Any]:
-        return [event for event in self.emitted if isinstance(event, kind)]
-
-    def batches(self) -> list[list[int]]:
-        return [[group.index for group in batch.groups] for batch in self.of(BatchReady)]
-
-    def drops(self) -> list[tuple[int, str]]:
-        return [(event.index, event.reason) for event in self.of(GroupDropped)]
-
-    def rejections(self) -> list[str]:
-        return [event.reason for event in self.of(TrajectoryRejected)]
-
-
-def started(**settings: Any) -> Buffer:
-    """A buffer whose version 0 is committed."""
-    buffer = Buffer(**settings)
-    buffer.ready()
-    buffer.commit(0)
-    return buffer
-
+from tests.unit.buffer.harness import Buffer, started
 
 # --- credit ----------------------------------------------------------------------------------------------------------
 
@@ -301,9 +169,7 @@ def test_the_first_result_of_a_sample_wins() -> None:
         (Provenance(0, "engine-0", 2), "version 0 on engine-0 boot 2"),
     ],
 )
-def test_tokens_of_uncommitted_sources_are_not_admitted_and_their_group_goes_on(
-    source: Provenance, named: str
-) -> None:
+def test_tokens_of_uncommitted_sources_are_not_admitted_and_their_group_goes_on(source: Provenance, named: str) -> None:
     buffer = started(groups=1)
     buffer.sample(0, 0, samples=3)
     buffer.sample(0, 1, sources=(Provenance(0, "engine-0", 1), source), samples=3)
