@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -29,6 +30,8 @@ GRACE_S = 10.0
 """How long the server may take to flush its append-only file before it is killed."""
 RESTARTS, WINDOW_S = 10, 60.0
 """Deaths of the server within the window that are answered by a restart."""
+LOCK_SHARE = 0.8
+"""Part of `start_deadline_s` that a predecessor in the directory may take to end."""
 PING_S = 0.01
 LOG_TAIL = 2000
 
@@ -128,7 +131,7 @@ class Embedded(Broker):
         try:
             self._await_answer()
         except BaseException:
-            self.stop(0)
+            self.stop(1.0)
             raise
         self._file.write_bytes(msgspec.json.encode({"url": self.url, "supervisor": self._supervisor.pid}))
 
@@ -152,7 +155,10 @@ class Embedded(Broker):
                 os.killpg(self._supervisor.pid, signal.SIGKILL)
             self._supervisor.wait()
         self._monitor.join()
-        self._file.unlink(missing_ok=True)
+        if self._ready:
+            self._file.unlink(missing_ok=True)
+        if self._scratch:
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     # --- starting ---
 
@@ -161,7 +167,7 @@ class Embedded(Broker):
             "command": self._command(),
             "log": str(self._log),
             "lock": str(self._data / "lock"),
-            "lock_s": self._config.start_deadline_s,
+            "lock_s": LOCK_SHARE * self._config.start_deadline_s,
             "grace_s": GRACE_S,
             "restarts": RESTARTS,
             "window_s": WINDOW_S,

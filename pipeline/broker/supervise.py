@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import json
 import os
 import select
@@ -26,6 +27,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 PARENT_CHECK_S = 0.5
@@ -46,7 +48,9 @@ class Supervisor:
         self._stopping = False
         self._deaths: list[float] = []
         self._wake, self._waker = _pipe()
-        self._libc = ctypes.CDLL(None) if sys.platform == "linux" else None
+        self._bound: Callable[[], object] | None = None
+        if sys.platform == "linux":
+            self._bound = functools.partial(ctypes.CDLL(None).prctl, PR_SET_PDEATHSIG, int(signal.SIGTERM))
 
     def run(self) -> int:
         """Answers how it ended: STOPPED, GAVE_UP or LOCKED."""
@@ -100,13 +104,8 @@ class Supervisor:
                 stdout=log,
                 stderr=log,
                 pass_fds=[lock],
-                preexec_fn=self._bind if self._libc else None,
+                preexec_fn=self._bound,
             )
-
-    def _bind(self) -> None:
-        """In the server's process: die with the supervisor."""
-        assert self._libc is not None
-        self._libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def _stop(self, server: subprocess.Popen[bytes]) -> None:
         server.terminate()
