@@ -11,7 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from actors.refit.state import Barrier, Committed, Group, Offer, Seat, Turn, Wait
+from actors.refit.state import Barrier, Committed, Gate, Group, Offer, Seat, Turn, Wait
 from config.schema import RefitConfig
 from contracts.core import Emit, Raise
 from contracts.events import (
@@ -65,7 +65,7 @@ class Barriers:
 
     def gates_closed(self, barrier: Barrier) -> bool:
         """No gateway can send a request."""
-        return not barrier.gates
+        return all(g.closed for g in barrier.gates)
 
     def engines_drained(self, barrier: Barrier) -> bool:
         """No receiver runs a request."""
@@ -97,10 +97,10 @@ class Barriers:
                 pass
 
     def _gate_closed(self, turn: Turn, event: GateClosed) -> None:
-        gates = tuple(g for g in turn.barrier.gates if g != Member(event.gateway, event.boot))
-        if gates != turn.barrier.gates:
-            turn.set_barrier(gates=gates)
-            turn.log("gate closed", gateway=event.gateway, seconds=event.seconds)
+        gate = next((g for g in turn.barrier.gates if g.gateway == event.gateway), None)
+        if gate is not None and gate.closed_by < event.boot:
+            turn.set_gate(replace(gate, closed_by=event.boot))
+            turn.log("gate closed", gateway=event.gateway, boot=event.boot, seconds=event.seconds)
 
     def _offered(self, turn: Turn, event: TransferOffered) -> None:
         if event.trainer_boot == turn.barrier.trainer_boot and turn.barrier.offer is None:
@@ -148,9 +148,14 @@ class Barriers:
             self._fault(turn, seat, "transfer", error, reason)
 
     def gateway_booted(self, turn: Turn, gateway: str, boot: int) -> None:
-        """A gateway boots closed and aborts what its predecessor left: a newer boot that is ready counts as an ack."""
-        gates = turn.barrier.gates
-        turn.set_barrier(gates=tuple(g for g in gates if g.actor != gateway or g.boot >= boot))
+        """A newer boot answers for itself, as it may have read older epochs only.
+
+        Not so when its predecessor closed for this epoch: it was alive after the request, so whoever fenced it off
+        reads the request before it opens.
+        """
+        gate = next((g for g in turn.barrier.gates if g.gateway == gateway), Gate(gateway, boot))
+        if turn.barrier.started_at is None and not gate.closed:
+            turn.set_gate(replace(gate, boot=max(gate.boot, boot)))
 
     def trainer_booted(self, turn: Turn, boot: int) -> None:
         """The copy that was offered died with its process."""
@@ -180,10 +185,16 @@ class Barriers:
             self.fail(turn, "offer", "Deadline", reason)
 
     def _end_drain(self, turn: Turn) -> bool:
-        """The drain's deadline: an open gate fails the epoch (False), a busy engine stays out of it."""
+        """The drain's deadline: an open gate fails the epoch (False), a busy engine stays out of it.
+
+        A gateway that is not up has no gate: when it comes back, it reads the request before it opens.
+        """
         waited = f"in {self._refit.drain_deadline_s:g} s (refit.drain_deadline_s)"
         if not self.gates_closed(turn.barrier):
-            names = ", ".join(g.actor for g in turn.barrier.gates)
+            gates = tuple(g for g in turn.barrier.gates if g.closed or turn.state.gateways[g.gateway].up)
+            turn.set_barrier(gates=gates)
+        if not self.gates_closed(turn.barrier):
+            names = ", ".join(g.gateway for g in turn.barrier.gates if not g.closed)
             self.fail(turn, "drain", "Deadline", f"{names} did not close the gate {waited}")
             return False
         if not self.engines_drained(turn.barrier):
@@ -341,7 +352,7 @@ class Barriers:
         """What the epoch waits for now, and why."""
         key, since = f"drain-{barrier.epoch}", barrier.requested_at
         missing = {
-            "gate.closed": [g.actor for g in barrier.gates],
+            "gate.closed": [g.gateway for g in barrier.gates if not g.closed],
             "engine.drained": [s.engine for s in barrier.seats if not s.drained],
             "transfer.offered": ["trainer"] if barrier.offer is None else [],
         }

@@ -14,7 +14,19 @@ from typing import Any
 from msgspec.structs import replace
 
 from actors.refit.barrier import COLLECTIVE_STRIKES, Barriers
-from actors.refit.state import Barrier, Engine, FsyncHigh, Gateway, HighWritten, RefitState, Seat, Trainer, Turn, Wait
+from actors.refit.state import (
+    Barrier,
+    Engine,
+    FsyncHigh,
+    Gate,
+    Gateway,
+    HighWritten,
+    RefitState,
+    Seat,
+    Trainer,
+    Turn,
+    Wait,
+)
 from config.schema import EngineConfig, GatewayConfig, LaunchConfig, RefitConfig
 from contracts.core import Booted, Delivered, Emit, Raise
 from contracts.events import (
@@ -31,6 +43,9 @@ from contracts.events import (
     RunStopping,
     StepFinished,
 )
+
+FLEET = "fleet:"
+"""Key of the wait for members, before their names: it is announced anew, with its old deadline, as they change."""
 
 
 class RefitCore:
@@ -65,7 +80,7 @@ class RefitCore:
         return {}
 
     def done(self, state: RefitState) -> bool:
-        """No epoch is under way any more."""
+        """The last epoch has come to its end."""
         return state.stopping and state.phase == "idle"
 
     def wake(self, state: RefitState) -> float | None:
@@ -99,8 +114,14 @@ class RefitCore:
         return turn.state, tuple(turn.commands)
 
     def _booted(self, turn: Turn, boot: int) -> None:
-        """Only the write of a high-water mark dies with a process. Its number may be on disk: it is not taken again."""
-        turn.set(boot=boot)
+        """Only the write of a high-water mark dies with a process. Its number may be on disk: it is not taken again.
+
+        The process may also belong to a run that is resumed long after it ended.
+        """
+        failures = 0 if turn.state.halted else turn.state.failures
+        turn.set(boot=boot, stopping=False, halted=False, failures=failures)
+        if turn.state.barrier is None:
+            turn.announce(self._actor, None, "")
         if turn.state.phase == "opening":
             self._begin(turn)
 
@@ -183,17 +204,19 @@ class RefitCore:
         known = turn.state.gateways.get(event.gateway)
         if known is not None and (event.boot < known.boot or (event.boot == known.boot and known.up)):
             return
-        turn.set(gateways={**turn.state.gateways, event.gateway: Gateway(event.boot)})
+        self._gateway_booted(turn, event.gateway, Gateway(event.boot, up=True))
+
+    def _gateway_booted(self, turn: Turn, name: str, gateway: Gateway) -> None:
+        turn.set(gateways={**turn.state.gateways, name: gateway})
         if turn.state.barrier is not None:
-            self.barriers.gateway_booted(turn, event.gateway, event.boot)
+            self.barriers.gateway_booted(turn, name, gateway.boot)
 
     def _actor_booted(self, turn: Turn, event: ActorBooted) -> None:
         state, name, boot = turn.state, event.actor, event.boot
         if name in state.engines and boot > state.engines[name].actor_boot:
             self._engine_down(turn, name, "Restarted", f"was restarted as boot {boot}")
         elif name in state.gateways and boot > state.gateways[name].boot:
-            down = replace(state.gateways[name], up=False, open=False)
-            turn.set(gateways={**state.gateways, name: down})
+            self._gateway_booted(turn, name, Gateway(boot, up=False))
         elif name == "trainer" and state.trainer is not None and boot > state.trainer.boot:
             turn.set(trainer=Trainer(boot))
             self._trainer_booted(turn, boot)
@@ -266,7 +289,7 @@ class RefitCore:
             drain_at=now + min(self._refit.drain_deadline_s, self._refit.deadline_s),
             deadline_at=now + self._refit.deadline_s,
             seats=self._seats(state, now),
-            gates=tuple(Member(name, g.boot) for name, g in sorted(state.gateways.items()) if g.up),
+            gates=tuple(Gate(name, g.boot) for name, g in sorted(state.gateways.items())),
         )
         turn.set(
             phase="draining",
@@ -282,7 +305,7 @@ class RefitCore:
             version=version,
             step=step,
             engines=tuple(Member(s.engine, s.boot) for s in barrier.seats),
-            gateways=barrier.gates,
+            gateways=tuple(Member(g.gateway, g.boot) for g in barrier.gates),
             drain=self._refit.drain,
             deadline_at=barrier.deadline_at,
         )
@@ -308,4 +331,6 @@ class RefitCore:
         if state.phase != "idle" or not missing or not self._need(state, now):
             return None, ""
         on = ",".join(missing)
-        return Wait("fleet", on, now, now + self._start_deadline_s), f"a refit is due and {on} not ready"
+        since = now if state.wait is None or not state.wait.key.startswith(FLEET) else state.wait.since
+        wait = Wait(f"{FLEET}{on}", on, since, since + self._start_deadline_s)
+        return wait, f"a refit is due and {on} not ready"

@@ -66,10 +66,10 @@ class Engine(msgspec.Struct, frozen=True):
 
 
 class Gateway(msgspec.Struct, frozen=True):
-    """The newest known boot of one gateway. `open`: it listens and has a commit to serve."""
+    """The newest known boot of one gateway. `up`: it listens; `open`: the last commit was written after that."""
 
     boot: int
-    up: bool = True
+    up: bool
     open: bool = False
 
 
@@ -81,6 +81,18 @@ class Seat(msgspec.Struct, frozen=True):
     ranks: int
     drained: bool = False
     loaded: bool = False
+
+
+class Gate(msgspec.Struct, frozen=True):
+    """A gateway's part in the current epoch: closed once this boot, or a newer one, said so."""
+
+    gateway: str
+    boot: int
+    closed_by: int = -1
+
+    @property
+    def closed(self) -> bool:
+        return self.closed_by >= self.boot
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -110,8 +122,7 @@ class Barrier(msgspec.Struct, frozen=True):
     drain_at: float
     deadline_at: float
     seats: tuple[Seat, ...]
-    gates: tuple[Member, ...]
-    """Gateways whose gate is not known to be closed yet."""
+    gates: tuple[Gate, ...]
     offer: Offer | None = None
     started_at: float | None = None
     group: Group | None = None
@@ -193,6 +204,11 @@ class Turn:
         """Change fields of one engine's part in the epoch."""
         seats = tuple(replace(s, **changes) if s.engine == name else s for s in self.barrier.seats)
         self.set_barrier(seats=seats)
+
+    def set_gate(self, gate: Gate) -> None:
+        """Change, or add, one gateway's part in the epoch."""
+        others = (g for g in self.barrier.gates if g.gateway != gate.gateway)
+        self.set_barrier(gates=tuple(sorted((*others, gate), key=lambda g: g.gateway)))
 
     def do(self, *commands: Any) -> None:
         """Add commands."""

@@ -40,10 +40,10 @@ _Gloo: Any = ProcessGroupGloo
 
 
 class GlooSender:
-    """`actors.refit.transports.Sender` over gloo. `host`: the address to listen at and to announce."""
+    """`actors.refit.transports.Sender` over gloo. `host`: where to listen, and what to announce; `auto`: this node."""
 
     def __init__(self, host: str, bucket_bytes: int) -> None:
-        self._host = host
+        self._host = socket.gethostbyname(socket.gethostname()) if host == "auto" else host
         self._bucket_bytes = bucket_bytes
         self._lock = threading.Lock()
         self._offered: _Offered | None = None
