@@ -66,7 +66,10 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Group(msgspec.Struct, frozen=True):
-    """What is known of one prompt group of `size` samples; `failed` lists the samples that will not come."""
+    """What is known of one prompt group of `size` samples; `failed` lists the samples that will not come.
+
+    `versions`: all that sampled in it. `oldest`: step of the oldest token of its valid samples, None without any.
+    """
 
     task: str
     size: int
@@ -74,6 +77,7 @@ class Group(msgspec.Struct, frozen=True):
     samples: tuple[Sample, ...] = ()
     failed: tuple[int, ...] = ()
     versions: frozenset[int] = frozenset()
+    oldest: int | None = None
 
     def has(self, sample: int) -> bool:
         return sample in self.failed or any(held.sample == sample for held in self.samples)
@@ -86,7 +90,7 @@ class Group(msgspec.Struct, frozen=True):
 
     def lag(self, step: int) -> int:
         """Staleness when trained from `step`: that of the worst valid sample."""
-        return max((lag_of(sample, step) for sample in self.valid()), default=0)
+        return lag_of(self.oldest, step)
 
     def flat(self) -> bool:
         return len({sample.reward for sample in self.valid()}) < 2
@@ -133,8 +137,8 @@ class State(msgspec.Struct, frozen=True):
         return self.target() - self.trained
 
 
-def lag_of(sample: Sample, step: int) -> int:
-    return 0 if sample.oldest is None else step - sample.oldest
+def lag_of(oldest: int | None, step: int) -> int:
+    return 0 if oldest is None else step - oldest
 
 
 # --- core ------------------------------------------------------------------------------------------------------------
@@ -337,10 +341,9 @@ class BufferCore:
     def _evict(self, state: State) -> Step[State]:
         step = state.target()
         commands: list[Any] = []
-        for index, group in state.ready.items():
-            if group.lag(step) > self.staleness:
-                state, dropped = self._drop(state, index, "stale")
-                commands += dropped
+        for index in [index for index, group in state.ready.items() if group.lag(step) > self.staleness]:
+            state, dropped = self._drop(state, index, "stale")
+            commands += dropped
         return state, commands
 
     def _choose(self, state: State) -> tuple[int, ...]:
@@ -348,9 +351,11 @@ class BufferCore:
         step = state.target()
         if state.base is None or state.stopping or state.outstanding() > AHEAD or step >= self.steps:
             return ()
+        last = state.issued is not None and len(state.closed) + len(state.ready) >= state.issued
+        if len(state.ready) < self.config.groups and not last:
+            return ()
         candidates = [Candidate(index, group.lag(step)) for index, group in state.ready.items()]
         chosen = self.sampler(candidates, self.config.groups, state.closed)
-        last = state.issued is not None and len(state.closed) + len(state.ready) >= state.issued
         return chosen if last or len(chosen) == self.config.groups else ()
 
     def _emit(self, state: State, chosen: tuple[int, ...]) -> Step[State]:
@@ -425,14 +430,12 @@ def reject(event: TrajectoriesEvent, reason: str) -> tuple[Any, ...]:
 
 def with_sample(group: Group, event: TrajectoryFinished, versions: Mapping[int, int]) -> Group:
     used = frozenset(source.version for source in event.sources)
-    sample = Sample(
-        sample=event.sample,
-        reward=event.reward,
-        valid=event.valid,
-        payload=event.payload,
-        oldest=min((versions[version] for version in used), default=None),
-    )
-    return replace(group, samples=(*group.samples, sample), versions=group.versions | used)
+    oldest = min((versions[version] for version in used), default=None)
+    sample = Sample(event.sample, event.reward, event.valid, event.payload, oldest)
+    group = replace(group, samples=(*group.samples, sample), versions=group.versions | used)
+    if not event.valid or oldest is None or (group.oldest is not None and group.oldest <= oldest):
+        return group
+    return replace(group, oldest=oldest)
 
 
 def with_reward(held: Round, event: TrajectoryFinished, versions: Mapping[int, int]) -> Round:
@@ -452,7 +455,7 @@ def group_ref(index: int, group: Group, step: int) -> GroupRef:
             reward=sample.reward,
             valid=sample.valid,
             payload=sample.payload,
-            lag=lag_of(sample, step),
+            lag=lag_of(sample.oldest, step),
         )
         for sample in group.samples
     )
