@@ -30,7 +30,7 @@ GRACE_S = 10.0
 """How long the server may take to flush its append-only file before it is killed."""
 RESTARTS, WINDOW_S = 10, 60.0
 """Deaths of the server within the window that are answered by a restart."""
-LOCK_SHARE = 0.8
+LOCK_SHARE = 0.5
 """Part of `start_deadline_s` that a predecessor in the directory may take to end."""
 PING_S = 0.01
 LOG_TAIL = 2000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -35,6 +36,8 @@ R = TypeVar("R")
 
 REPLY_S = 15.0
 """Longest wait for a reply, beyond the time a read may block; then the connection counts as lost."""
+CONNECTIONS = 32
+"""Commands in flight at once, blocking reads apart; more wait for their turn."""
 MIN_VERSION = (7, 0)
 _TRANSIENT = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, MasterDownError)
 _FIXES = {
@@ -57,6 +60,7 @@ class Link:
         self._client = client
         self._address = address
         self._outage_s = outage_s
+        self._slots = asyncio.Semaphore(CONNECTIONS)
         self._retry = Retry(ExponentialWithJitterBackoff(base=0.02, cap=1.0), -1, _TRANSIENT)
         self._log = structlog.get_logger().bind(store=str(address))
 
@@ -137,7 +141,8 @@ class Link:
                 raise RedisTimeoutError(f"no reply within {reply_s:g} s") from error
 
         try:
-            result = await self._retry.call_with_retry(limited, failed)
+            async with contextlib.nullcontext() if block_ms else self._slots:
+                result = await self._retry.call_with_retry(limited, failed)
         except (AuthenticationError, AuthorizationError) as error:
             fix = "correct the user and password in it"
             raise BusError(f"REDIS_URL={self._address}: the store refused the login ({error}): {fix}") from error
@@ -166,6 +171,7 @@ def client(address: Address, name: str) -> aioredis.Redis:
         "socket_connect_timeout": 5.0,
         "retry": Retry(NoBackoff(), 0),
         "client_name": name,
+        "max_connections": 1 << 20,
     }
     if address.kind == "unix":
         pool = ConnectionPool(connection_class=UnixDomainSocketConnection, path=address.path, **common)

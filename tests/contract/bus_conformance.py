@@ -327,7 +327,7 @@ async def test_a_missing_group_is_an_error_that_says_what_to_do(store: Store) ->
         await bus.read_inputs({"tasks": 1}, {}, GROUP, block_ms=None)
     await bus.ensure_group("tasks", GROUP)
     await bus.read_inputs({"tasks": 1}, {}, GROUP, block_ms=None)
-    await store.command("DEL", "{tasks}")
+    await store.command("XGROUP", "DESTROY", "{tasks}", GROUP)
     with pytest.raises(BusError, match="store was emptied under the run"):
         await bus.read_inputs({"tasks": 1}, {}, GROUP, block_ms=None)
 
@@ -598,6 +598,12 @@ async def test_payloads_come_in_the_order_asked_however_many(store: Store, monke
     keys = [key for key, _ in reversed(pairs)]
     assert await bus.payloads(keys) == [data for _, data in reversed(pairs)]
     assert await bus.payloads([]) == []
+
+
+async def test_any_number_of_calls_may_run_at_once(store: Store) -> None:
+    bus = await store.bus("a")
+    await asyncio.gather(*(bus.post("news", b"x") for _ in range(300)))
+    assert (await bus.depths(["news"]))["news"].length == 300
 
 
 async def test_a_journal_is_read_whole_and_from_anywhere(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

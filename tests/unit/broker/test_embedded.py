@@ -224,7 +224,7 @@ def test_a_server_that_never_answers_is_an_error_at_the_deadline(tmp_path: Path)
 def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
     with choose(ENV, tmp_path, BrokerConfig()) as first:
         with pytest.raises(BrokerError, match=f"{tmp_path}/broker is in use by another server"):
-            choose(ENV, tmp_path, BrokerConfig(start_deadline_s=1.0))
+            choose(ENV, tmp_path, BrokerConfig(start_deadline_s=2.0))
         assert ask(first.url, "PING") == b"+PONG\r\n"
         assert (tmp_path / "broker.json").exists()
 

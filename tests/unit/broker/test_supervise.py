@@ -175,6 +175,28 @@ def test_nothing_is_started_while_another_holds_the_directory(parent: Parent, le
     assert parent.told == [{"event": "locked"}]
 
 
+def test_the_server_is_started_once_a_predecessor_lets_go(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
+    predecessor = os.open(parent.folder / "lock", os.O_CREAT | os.O_RDWR)
+    attempt = fcntl.flock
+    attempt(predecessor, fcntl.LOCK_EX)
+
+    def flock(file: int, operation: int) -> None:
+        try:
+            attempt(file, operation)
+        except BlockingIOError:
+            os.close(predecessor)
+            raise
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+    def script() -> None:
+        parent.next()
+        parent.leave()
+
+    assert supervise_while(parent, script, FOREVER) == STOPPED
+    assert [fact["event"] for fact in parent.told] == ["started"]
+
+
 def test_the_lock_is_held_until_the_server_is_gone(parent: Parent) -> None:
     held: list[bool] = []
 
