@@ -14,34 +14,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
-from actors.buffer.marks import Marks
+from actors import waits
 from actors.buffer.samplers import SAMPLERS, Candidate
+from actors.buffer.state import (
+    Group,
+    Round,
+    State,
+    group_ref,
+    refusal,
+    reject,
+    with_reward,
+    with_sample,
+    without,
+)
 from config.schema import RunConfig
 from contracts.core import Ack, Booted, Delivered, Emit, Release, Step, Tick
 from contracts.events import (
+    ActorFailed,
     BatchReady,
     BufferDepth,
     CreditGranted,
-    DataExhausted,
     EngineQuarantined,
     EvalFinished,
     GroupDropped,
-    GroupRef,
-    PayloadRef,
     PolicyReady,
     Provenance,
     RefitCommitted,
     RunStarted,
     RunStopping,
     SampleFailed,
-    SampleRef,
     StepFinished,
     TrajectoriesEvent,
     TrajectoryFinished,
-    TrajectoryRejected,
 )
 
 INTAKE = 256
@@ -51,95 +57,6 @@ AHEAD = 1
 HISTORY = 8
 """Steps beyond the staleness window for which versions are remembered, so that what comes late is told from what is
 foreign."""
-
-# --- state -----------------------------------------------------------------------------------------------------------
-
-
-class Sample(msgspec.Struct, frozen=True):
-    """An admitted trajectory. `oldest`: step of its oldest sampled token, None without any."""
-
-    sample: int
-    reward: float
-    valid: bool
-    payload: PayloadRef
-    oldest: int | None
-
-
-class Group(msgspec.Struct, frozen=True):
-    """What is known of one prompt group of `size` samples; `failed` lists the samples that will not come.
-
-    `versions`: all that sampled in it. `oldest`: step of the oldest token of its valid samples, None without any.
-    """
-
-    task: str
-    size: int
-    deadline_at: float
-    samples: tuple[Sample, ...] = ()
-    failed: tuple[int, ...] = ()
-    versions: frozenset[int] = frozenset()
-    oldest: int | None = None
-
-    def has(self, sample: int) -> bool:
-        return sample in self.failed or any(held.sample == sample for held in self.samples)
-
-    def settled(self) -> bool:
-        return len(self.samples) + len(self.failed) >= self.size
-
-    def valid(self) -> list[Sample]:
-        return [sample for sample in self.samples if sample.valid]
-
-    def lag(self, step: int) -> int:
-        """Staleness when trained from `step`: that of the worst valid sample."""
-        return lag_of(self.oldest, step)
-
-    def flat(self) -> bool:
-        return len({sample.reward for sample in self.valid()}) < 2
-
-
-class Round(msgspec.Struct, frozen=True):
-    """A held-out evaluation in progress. `version`, `step`: of the oldest policy that sampled for it."""
-
-    deadline_at: float
-    seen: frozenset[tuple[int, int]] = frozenset()
-    rewards: tuple[float, ...] = ()
-    version: int | None = None
-    step: int = 0
-
-
-class State(msgspec.Struct, frozen=True):
-    """`open`, `ready`: index -> group, by time of first result and of completion. `closed`: batched or dropped."""
-
-    base: int | None = None
-    trained: int = 0
-    committed: int | None = None
-    next_batch: int = 1
-    credit: int = 0
-    dropped: int = 0
-    issued: int | None = None
-    """Train tasks that there are, once the source has said so."""
-    versions: dict[int, int] = {}
-    """Version -> step, of the window."""
-    sources: frozenset[Provenance] = frozenset()
-    abandoned: frozenset[int] = frozenset()
-    open: dict[int, Group] = {}
-    ready: dict[int, Group] = {}
-    closed: Marks = Marks()
-    rounds: dict[int, Round] = {}
-    finished_rounds: Marks = Marks()
-    stopping: bool = False
-
-    def target(self) -> int:
-        """The step that the next batch is trained from."""
-        return (self.base or 0) + self.next_batch - 1
-
-    def outstanding(self) -> int:
-        """Batches emitted and not trained, or to be trained again."""
-        return self.target() - self.trained
-
-
-def lag_of(oldest: int | None, step: int) -> int:
-    return 0 if oldest is None else step - oldest
-
 
 # --- core ------------------------------------------------------------------------------------------------------------
 
@@ -170,12 +87,13 @@ class BufferCore:
             case Tick():
                 return self._expire(state, now)
             case Booted() if state.stopping:
-                return self._advance(replace(state, stopping=False))
+                return self._advance(replace(state, stopping=False), now)
         return state, ()
 
     def wake(self, state: State) -> float | None:
-        firsts = [next(iter(held.values())).deadline_at for held in (state.open, state.rounds) if held]
-        return min(firsts, default=None)
+        times = [next(iter(held.values())).deadline_at for held in (state.open, state.rounds) if held]
+        due = waits.due(state.wait)
+        return min(times if due is None else [*times, due], default=None)
 
     def intake(self, state: State) -> Mapping[str, int]:
         return {} if state.stopping else {"trajectories": INTAKE}
@@ -191,25 +109,23 @@ class BufferCore:
                 return state, (*commands, Ack(input.ref))
             case StepFinished() as event:
                 versions = state.versions | {event.version: event.step}
-                return self._advance(replace(state, trained=event.step, versions=versions))
+                return self._advance(replace(state, trained=event.step, versions=versions), now)
             case PolicyReady() as event:
-                return self._restore(state, event)
+                return self._restore(state, event, now)
             case RefitCommitted() as event:
-                return self._commit(state, event)
+                return self._commit(state, event, now)
             case EngineQuarantined() as event:
                 barred = frozenset(s for s in state.sources if (s.engine, s.boot) == (event.engine, event.boot))
                 return (replace(state, sources=state.sources - barred), ()) if barred else (state, ())
-            case DataExhausted() as event:
-                return self._advance(replace(state, issued=event.issued))
             case RunStopping():
                 return replace(state, stopping=True), ()
             case RunStarted() if state.stopping:
-                return self._advance(replace(state, stopping=False))
+                return self._advance(replace(state, stopping=False), now)
         return state, ()
 
     # --- policy and refit ---
 
-    def _restore(self, state: State, event: PolicyReady) -> Step[State]:
+    def _restore(self, state: State, event: PolicyReady, now: float) -> Step[State]:
         """The trainer is at `event.step`: what was sampled from versions it has abandoned is not trained on."""
         gone = frozenset(event.abandoned)
         state = replace(
@@ -224,10 +140,10 @@ class BufferCore:
         for index in [i for held in (state.open, state.ready) for i, g in held.items() if g.versions & gone]:
             state, dropped = self._drop(state, index, "abandoned")
             commands += dropped
-        state, advanced = self._advance(state)
+        state, advanced = self._advance(state, now)
         return state, (*commands, *advanced)
 
-    def _commit(self, state: State, event: RefitCommitted) -> Step[State]:
+    def _commit(self, state: State, event: RefitCommitted, now: float) -> Step[State]:
         """`event.engines` serve `event.version` from now on; forget what left the window long ago."""
         floor = min(state.trained, event.step) - self.staleness - HISTORY
         versions = {v: s for v, s in state.versions.items() if s >= floor} | {event.version: event.step}
@@ -239,7 +155,7 @@ class BufferCore:
             sources=frozenset(s for s in state.sources if s.version in versions) | fresh,
             abandoned=frozenset(v for v in state.abandoned if v >= min(versions)),
         )
-        return self._advance(state)
+        return self._advance(state, now)
 
     # --- arrivals ---
 
@@ -263,7 +179,7 @@ class BufferCore:
         if not group.settled():
             return state, commands
         state, completed = self._complete(state, index, group)
-        state, advanced = self._advance(state)
+        state, advanced = self._advance(state, now)
         return state, (*commands, *completed, *advanced)
 
     def _complete(self, state: State, index: int, group: Group) -> Step[State]:
@@ -287,8 +203,17 @@ class BufferCore:
             if held.deadline_at <= now:
                 state, finished = self._finish(state, number, held)
                 commands += finished
-        state, advanced = self._advance(state)
-        return state, (*commands, *advanced)
+        state, advanced = self._advance(state, now)
+        state, announced = self._announce(state, now)
+        return state, (*commands, *advanced, *announced)
+
+    def _announce(self, state: State, now: float) -> Step[State]:
+        due = waits.due(state.wait)
+        if state.wait is None or due is None or now < due:
+            return state, ()
+        cause = f"{len(state.ready)} of {self.config.groups} groups complete, {len(state.open)} begun"
+        wait, commands = waits.announce(state.wait, cause, "buffer")
+        return replace(state, wait=wait), commands
 
     # --- held-out evaluation ---
 
@@ -316,15 +241,16 @@ class BufferCore:
     def _finish(self, state: State, number: int, held: Round) -> Step[State]:
         state = replace(state, rounds=without(state.rounds, number), finished_rounds=state.finished_rounds.add(number))
         if held.version is None:
-            index = -1 - number * self.eval_groups
-            return state, (Emit(GroupDropped(task="eval", index=index, reason="too_few_valid", samples=0)),)
+            message = f"held-out evaluation {number} ended with {len(held.seen)} results and no reward among them"
+            failed = ActorFailed(actor="buffer", error="NoHeldOutReward", message=message, fatal=False)
+            return state, (Emit(failed),)
         mean = sum(held.rewards) / len(held.rewards)
         event = EvalFinished(version=held.version, step=held.step, mean_reward=mean, samples=len(held.rewards))
         return state, (Emit(event),)
 
     # --- batches and credit ---
 
-    def _advance(self, state: State) -> Step[State]:
+    def _advance(self, state: State, now: float) -> Step[State]:
         """Emit every batch that can be emitted, evict what has become too stale, grant the credit that results."""
         commands: list[Any] = []
         while True:
@@ -336,7 +262,13 @@ class BufferCore:
             state, emitted = self._emit(state, chosen)
             commands += emitted
         state, granted = self._grant(state)
-        return state, (*commands, *granted)
+        wait, ended = waits.follow(state.wait, self._lack(state), "buffer", now)
+        return replace(state, wait=wait), (*commands, *granted, *ended)
+
+    def _lack(self, state: State) -> str | None:
+        """What is waited for: groups, while the trainer has no batch in hand."""
+        begun = state.base is not None and state.committed is not None
+        return "collector" if begun and state.outstanding() == 0 and state.target() < self.steps else None
 
     def _evict(self, state: State) -> Step[State]:
         step = state.target()
@@ -351,12 +283,11 @@ class BufferCore:
         step = state.target()
         if state.base is None or state.stopping or state.outstanding() > AHEAD or step >= self.steps:
             return ()
-        last = state.issued is not None and len(state.closed) + len(state.ready) >= state.issued
-        if len(state.ready) < self.config.groups and not last:
+        if len(state.ready) < self.config.groups:
             return ()
         candidates = [Candidate(index, group.lag(step)) for index, group in state.ready.items()]
         chosen = self.sampler(candidates, self.config.groups, state.closed)
-        return chosen if last or len(chosen) == self.config.groups else ()
+        return chosen if len(chosen) == self.config.groups else ()
 
     def _emit(self, state: State, chosen: tuple[int, ...]) -> Step[State]:
         step = state.target()
@@ -402,66 +333,3 @@ class BufferCore:
         if total <= state.credit:
             return state, ()
         return replace(state, credit=total), (Emit(CreditGranted(total=total)),)
-
-
-# --- functions -------------------------------------------------------------------------------------------------------
-
-
-def refusal(state: State, event: TrajectoriesEvent) -> str | None:
-    """Why the sources of a trajectory bar it from the buffer, None if they don't."""
-    if isinstance(event, SampleFailed) or state.sources.issuperset(event.sources):
-        return None
-    for source in event.sources:
-        if source.version in state.abandoned:
-            return "abandoned"
-        if source.version < min(state.versions, default=0):
-            return "stale"
-    foreign = next(source for source in event.sources if source not in state.sources)
-    return f"no commit covers version {foreign.version} on {foreign.engine} boot {foreign.boot}"
-
-
-def reject(event: TrajectoriesEvent, reason: str) -> tuple[Any, ...]:
-    """Refuse a trajectory and delete its payload. A failed sample has neither."""
-    if isinstance(event, SampleFailed):
-        return ()
-    rejected = TrajectoryRejected(task=event.task, index=event.index, sample=event.sample, reason=reason)
-    return Emit(rejected, correlation=event.task), Release((event.payload.key,))
-
-
-def with_sample(group: Group, event: TrajectoryFinished, versions: Mapping[int, int]) -> Group:
-    used = frozenset(source.version for source in event.sources)
-    oldest = min((versions[version] for version in used), default=None)
-    sample = Sample(event.sample, event.reward, event.valid, event.payload, oldest)
-    group = replace(group, samples=(*group.samples, sample), versions=group.versions | used)
-    if not event.valid or oldest is None or (group.oldest is not None and group.oldest <= oldest):
-        return group
-    return replace(group, oldest=oldest)
-
-
-def with_reward(held: Round, event: TrajectoryFinished, versions: Mapping[int, int]) -> Round:
-    if not event.valid:
-        return held
-    held = replace(held, rewards=(*held.rewards, event.reward))
-    oldest = min((source.version for source in event.sources), default=None)
-    if oldest is None or (held.version is not None and held.version <= oldest):
-        return held
-    return replace(held, version=oldest, step=versions[oldest])
-
-
-def group_ref(index: int, group: Group, step: int) -> GroupRef:
-    samples = tuple(
-        SampleRef(
-            sample=sample.sample,
-            reward=sample.reward,
-            valid=sample.valid,
-            payload=sample.payload,
-            lag=lag_of(sample.oldest, step),
-        )
-        for sample in group.samples
-    )
-    return GroupRef(task=group.task, index=index, samples=samples)
-
-
-def without(held: dict[int, Any], *keys: int) -> dict[int, Any]:
-    """A copy of `held` without `keys`."""
-    return {key: value for key, value in held.items() if key not in keys}

@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from actors import waits
+from actors.waits import Wait
 from config.schema import RunConfig
 from contracts.core import Booted, Delivered, Emit, Step, Tick
 from contracts.events import (
@@ -24,16 +26,12 @@ from contracts.events import (
     RunStopping,
     Split,
     TaskIssued,
-    WaitEnded,
-    WaitStarted,
 )
 
 PREFETCH = 16
 """Tasks held ready beyond the credit; more are fetched when half of them are gone."""
 CHUNK = 64
 """Tasks asked for at a time at most."""
-QUIET_S = 5.0
-"""A shorter wait is the normal rhythm of a run and is not announced."""
 
 # --- commands and their results --------------------------------------------------------------------------------------
 
@@ -81,14 +79,6 @@ Local = Fetched | Exhausted | ProducerFailed
 # --- state -----------------------------------------------------------------------------------------------------------
 
 
-class Wait(msgspec.Struct, frozen=True):
-    """What the source lacks: the credit of the `buffer`, or tasks of the `producer`."""
-
-    on: str
-    since: float
-    announced: bool = False
-
-
 class Eval(msgspec.Struct, frozen=True):
     """Held-out evaluation. `tasks`: those fetched so far; `due`: rounds asked for; `issued`: rounds issued."""
 
@@ -113,6 +103,7 @@ class State(msgspec.Struct, frozen=True):
     failed: bool = False
     stopping: bool = False
     wait: Wait | None = None
+    """For the credit of the `buffer`, or tasks of the `producer`."""
     eval: Eval = Eval()
 
 
@@ -163,9 +154,7 @@ class SourceCore:
         return state, ()
 
     def wake(self, state: State) -> float | None:
-        if state.wait is None or state.wait.announced:
-            return None
-        return state.wait.since + QUIET_S
+        return waits.due(state.wait)
 
     def intake(self, state: State) -> Mapping[str, int]:
         return {}
@@ -194,8 +183,8 @@ class SourceCore:
         state, issued = self._issue(state)
         state, evals = self._issue_evals(state)
         state, fetches = self._fetch(state)
-        state, waits = self._watch_waits(state, now)
-        return state, (*issued, *evals, *fetches, *waits)
+        wait, ended = waits.follow(state.wait, self._lack(state), self.actor, now)
+        return replace(state, wait=wait), (*issued, *evals, *fetches, *ended)
 
     def _issue(self, state: State) -> Step[State]:
         count = max(0, min(len(state.ready), state.credit - state.next))
@@ -276,17 +265,6 @@ class SourceCore:
 
     # --- waits ---
 
-    def _watch_waits(self, state: State, now: float) -> Step[State]:
-        """Note what the source lacks now, and end the wait for what it lacked before."""
-        lack = self._lack(state)
-        before = state.wait
-        if lack == (None if before is None else before.on):
-            return state, ()
-        commands: tuple[Any, ...] = ()
-        if before is not None and before.announced:
-            commands = (Emit(WaitEnded(actor=self.actor, on=before.on, seconds=now - before.since)),)
-        return replace(state, wait=None if lack is None else Wait(on=lack, since=now)), commands
-
     @staticmethod
     def _lack(state: State) -> str | None:
         if state.exhausted and not state.ready:
@@ -294,12 +272,12 @@ class SourceCore:
         return "buffer" if state.next >= state.credit else "producer"
 
     def _announce(self, state: State, now: float) -> Step[State]:
-        wait = state.wait
-        if wait is None or wait.announced or now < wait.since + QUIET_S:
+        due = waits.due(state.wait)
+        if state.wait is None or due is None or now < due:
             return state, ()
         cause = {
             "buffer": f"no credit yet for task {state.next}",
             "producer": f"producer {self.producer!r} has not given the next task behind cursor {state.cursor!r}",
-        }[wait.on]
-        event = WaitStarted(actor=self.actor, on=wait.on, cause=cause)
-        return replace(state, wait=replace(wait, announced=True)), (Emit(event),)
+        }[state.wait.on]
+        wait, commands = waits.announce(state.wait, cause, self.actor)
+        return replace(state, wait=wait), commands

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from actors.waits import QUIET_S
 from config.schema import EvalConfig
 from contracts.core import Booted
 from contracts.events import (
@@ -13,7 +14,6 @@ from contracts.events import (
     BufferDepth,
     CheckpointSaved,
     CreditGranted,
-    DataExhausted,
     EngineQuarantined,
     EvalFinished,
     GroupDropped,
@@ -21,6 +21,8 @@ from contracts.events import (
     Provenance,
     RunStarted,
     RunStopping,
+    WaitEnded,
+    WaitStarted,
 )
 from tests.unit.buffer.harness import Buffer, started
 
@@ -122,6 +124,7 @@ def test_at_its_deadline_a_group_shrinks_or_is_dropped() -> None:
     buffer.group(0, samples=3)
     buffer.now = 5.0
     buffer.sample(1, 0, samples=3)
+    buffer.tick(QUIET_S)
     assert buffer.core.wake(buffer.state) == 10.0
     buffer.tick(10.0)
     assert buffer.batches() == [[0]]
@@ -275,15 +278,37 @@ def test_no_batch_beyond_the_configured_steps() -> None:
     assert buffer.batches() == [[0]]
 
 
-def test_what_is_left_at_the_end_of_the_data_makes_a_last_smaller_batch() -> None:
-    buffer = started(groups=2)
+# --- waiting ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_trainer_without_a_batch_makes_it_wait_for_collectors_and_say_so_once() -> None:
+    buffer = started(groups=2, max_staleness=3)
+    assert buffer.core.wake(buffer.state) == QUIET_S
     buffer.group(0)
     buffer.sample(1, 0)
-    buffer.event(DataExhausted(issued=2))
-    assert buffer.batches() == []
-    buffer.failed(1, 1)
-    assert buffer.batches() == [[0]]
-    assert buffer.drops() == [(1, "too_few_valid")]
+    assert buffer.tick(QUIET_S - 1) == []
+    (event,) = buffer.tick(QUIET_S)
+    assert event == WaitStarted(actor="buffer", on="collector", cause="1 of 2 groups complete, 1 begun")
+    assert buffer.tick(QUIET_S + 1) == []
+    buffer.now = 9.0
+    assert buffer.sample(1, 1)[-1] == WaitEnded(actor="buffer", on="collector", seconds=9.0)
+    assert buffer.core.wake(buffer.state) is None
+    buffer.now = 10.0
+    buffer.stepped(1)
+    assert buffer.core.wake(buffer.state) == 10.0 + QUIET_S
+    buffer.group(2)
+    buffer.group(3)
+    assert buffer.of(WaitEnded) == [WaitEnded(actor="buffer", on="collector", seconds=9.0)]
+
+
+def test_nothing_is_waited_for_before_the_start_and_after_the_last_batch() -> None:
+    buffer = Buffer(groups=1, steps=1)
+    buffer.ready()
+    assert buffer.core.wake(buffer.state) is None
+    buffer.commit(0)
+    buffer.group(0)
+    buffer.stepped(1)
+    assert buffer.core.wake(buffer.state) is None
 
 
 # --- the trainer falls back ------------------------------------------------------------------------------------------
@@ -384,9 +409,12 @@ def test_an_evaluation_ends_at_its_deadline() -> None:
     buffer.sample(-3, 1, split="eval", valid=False)
     buffer.now = 5.0
     buffer.failed(-5, 0, split="eval")
+    buffer.tick(5.0)
     assert buffer.core.wake(buffer.state) == 10.0
     assert buffer.tick(10.0) == [EvalFinished(version=0, step=0, mean_reward=1.0, samples=1)]
-    assert buffer.tick(15.0) == [GroupDropped(task="eval", index=-5, reason="too_few_valid", samples=0)]
+    (event,) = buffer.tick(15.0)
+    assert (event.actor, event.fatal) == ("buffer", False)
+    assert event.message == "held-out evaluation 2 ended with 1 results and no reward among them"
 
 
 def test_an_evaluation_does_not_admit_uncommitted_sources_either() -> None:

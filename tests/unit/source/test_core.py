@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from actors.source.core import (
     PREFETCH,
-    QUIET_S,
     Exhausted,
     Fetched,
     FetchedTask,
@@ -20,6 +19,7 @@ from actors.source.core import (
     SourceCore,
     State,
 )
+from actors.waits import QUIET_S
 from config.schema import EvalConfig, RolloutConfig, RunConfig
 from contracts.core import Booted, Delivered, Emit, LeaseLost, Ref, Tick
 from contracts.envelope import STREAM_OF, Envelope

@@ -1,0 +1,169 @@
+"""What the buffer remembers, and the arithmetic on it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec.structs import replace
+
+from actors.buffer.marks import Marks
+from actors.waits import Wait
+from contracts.core import Emit, Release
+from contracts.events import (
+    GroupRef,
+    PayloadRef,
+    Provenance,
+    SampleFailed,
+    SampleRef,
+    TrajectoriesEvent,
+    TrajectoryFinished,
+    TrajectoryRejected,
+)
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """An admitted trajectory. `oldest`: step of its oldest sampled token, None without any."""
+
+    sample: int
+    reward: float
+    valid: bool
+    payload: PayloadRef
+    oldest: int | None
+
+
+class Group(msgspec.Struct, frozen=True):
+    """What is known of one prompt group of `size` samples; `failed` lists the samples that will not come.
+
+    `versions`: all that sampled in it. `oldest`: step of the oldest token of its valid samples, None without any.
+    """
+
+    task: str
+    size: int
+    deadline_at: float
+    samples: tuple[Sample, ...] = ()
+    failed: tuple[int, ...] = ()
+    versions: frozenset[int] = frozenset()
+    oldest: int | None = None
+
+    def has(self, sample: int) -> bool:
+        return sample in self.failed or any(held.sample == sample for held in self.samples)
+
+    def settled(self) -> bool:
+        return len(self.samples) + len(self.failed) >= self.size
+
+    def valid(self) -> list[Sample]:
+        return [sample for sample in self.samples if sample.valid]
+
+    def lag(self, step: int) -> int:
+        """Staleness when trained from `step`: that of the worst valid sample."""
+        return lag_of(self.oldest, step)
+
+    def flat(self) -> bool:
+        return len({sample.reward for sample in self.valid()}) < 2
+
+
+class Round(msgspec.Struct, frozen=True):
+    """A held-out evaluation in progress. `version`, `step`: of the oldest policy that sampled for it."""
+
+    deadline_at: float
+    seen: frozenset[tuple[int, int]] = frozenset()
+    rewards: tuple[float, ...] = ()
+    version: int | None = None
+    step: int = 0
+
+
+class State(msgspec.Struct, frozen=True):
+    """`open`, `ready`: index -> group, by time of first result and of completion. `closed`: batched or dropped."""
+
+    base: int | None = None
+    trained: int = 0
+    committed: int | None = None
+    next_batch: int = 1
+    credit: int = 0
+    dropped: int = 0
+    versions: dict[int, int] = {}
+    """Version -> step, of the window."""
+    sources: frozenset[Provenance] = frozenset()
+    abandoned: frozenset[int] = frozenset()
+    open: dict[int, Group] = {}
+    ready: dict[int, Group] = {}
+    closed: Marks = Marks()
+    rounds: dict[int, Round] = {}
+    finished_rounds: Marks = Marks()
+    wait: Wait | None = None
+    """For the groups of a batch, while the trainer has none in hand."""
+    stopping: bool = False
+
+    def target(self) -> int:
+        """The step that the next batch is trained from."""
+        return (self.base or 0) + self.next_batch - 1
+
+    def outstanding(self) -> int:
+        """Batches emitted and not trained, or to be trained again."""
+        return self.target() - self.trained
+
+
+def lag_of(oldest: int | None, step: int) -> int:
+    return 0 if oldest is None else step - oldest
+
+
+def refusal(state: State, event: TrajectoriesEvent) -> str | None:
+    """Why the sources of a trajectory bar it from the buffer, None if they don't."""
+    if isinstance(event, SampleFailed) or state.sources.issuperset(event.sources):
+        return None
+    for source in event.sources:
+        if source.version in state.abandoned:
+            return "abandoned"
+        if source.version < min(state.versions, default=0):
+            return "stale"
+    foreign = next(source for source in event.sources if source not in state.sources)
+    return f"no commit covers version {foreign.version} on {foreign.engine} boot {foreign.boot}"
+
+
+def reject(event: TrajectoriesEvent, reason: str) -> tuple[Any, ...]:
+    """Refuse a trajectory and delete its payload. A failed sample has neither."""
+    if isinstance(event, SampleFailed):
+        return ()
+    rejected = TrajectoryRejected(task=event.task, index=event.index, sample=event.sample, reason=reason)
+    return Emit(rejected, correlation=event.task), Release((event.payload.key,))
+
+
+def with_sample(group: Group, event: TrajectoryFinished, versions: Mapping[int, int]) -> Group:
+    used = frozenset(source.version for source in event.sources)
+    oldest = min((versions[version] for version in used), default=None)
+    sample = Sample(event.sample, event.reward, event.valid, event.payload, oldest)
+    group = replace(group, samples=(*group.samples, sample), versions=group.versions | used)
+    if not event.valid or oldest is None or (group.oldest is not None and group.oldest <= oldest):
+        return group
+    return replace(group, oldest=oldest)
+
+
+def with_reward(held: Round, event: TrajectoryFinished, versions: Mapping[int, int]) -> Round:
+    if not event.valid:
+        return held
+    held = replace(held, rewards=(*held.rewards, event.reward))
+    oldest = min((source.version for source in event.sources), default=None)
+    if oldest is None or (held.version is not None and held.version <= oldest):
+        return held
+    return replace(held, version=oldest, step=versions[oldest])
+
+
+def group_ref(index: int, group: Group, step: int) -> GroupRef:
+    samples = tuple(
+        SampleRef(
+            sample=sample.sample,
+            reward=sample.reward,
+            valid=sample.valid,
+            payload=sample.payload,
+            lag=lag_of(sample.oldest, step),
+        )
+        for sample in group.samples
+    )
+    return GroupRef(task=group.task, index=index, samples=samples)
+
+
+def without(held: dict[int, Any], *keys: int) -> dict[int, Any]:
+    """A copy of `held` without `keys`."""
+    return {key: value for key, value in held.items() if key not in keys}
