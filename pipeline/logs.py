@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import MutableMapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import structlog
 
@@ -25,20 +25,22 @@ def redact(text: str) -> str:
     return _QUERY.sub(r"\1***", _CREDENTIALS.sub(r"\1:***@", text))
 
 
-def configure(run_dir: Path | None, actor: str, *, console: bool | None = None) -> None:
-    """Send structlog and the standard library's loggers to `logs/<actor>.jsonl` of the run and to stderr.
+def configure(run_dir: Path | None, actor: str, *, console: bool | None = None, stream: TextIO | None = None) -> None:
+    """Send structlog and the standard library's loggers to `logs/<actor>.jsonl` of the run and to the console.
 
-    `console` defaults to what `SLUICE_CONSOLE` says. May be called again: earlier handlers are replaced.
+    `console` defaults to what `SLUICE_CONSOLE` says, `stream` to stderr. May be called again: earlier handlers are
+    replaced.
     """
     if console is None:
         console = os.environ.get(CONSOLE, "auto") != "none"
+    output: TextIO = sys.stderr if stream is None else stream
     handlers: list[logging.Handler] = []
     if run_dir is not None:
         path = Path(run_dir) / "logs" / f"{actor}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(_handler(logging.FileHandler(path, delay=True), json=True))
     if console:
-        handlers.append(_handler(logging.StreamHandler(sys.stderr), json=not sys.stderr.isatty()))
+        handlers.append(_handler(logging.StreamHandler(output), json=not output.isatty()))
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)

@@ -75,6 +75,7 @@ class View:
         self.mishaps: deque[Mishap] = deque(maxlen=keep)
         self.failures: deque[Failure] = deque(maxlen=100)
         self.boots: dict[str, list[float]] = {}
+        self.deaths: dict[str, list[float]] = {}
         self.hosts: dict[str, tuple[int, str]] = {}
         self.waits: dict[tuple[str, str], Wait] = {}
         self.totals: Counter[str] = Counter()
@@ -106,6 +107,8 @@ class View:
         self._policy(envelope.body, wall)
         self._refit(envelope.body, wall)
         self._control(envelope.body, wall)
+        if isinstance(envelope.body, events.ActorFailed) and envelope.boot == 0:
+            self.deaths.setdefault(envelope.body.actor, []).append(wall)
         return row
 
     def apply_all(self, log: Iterable[Envelope[Event]]) -> View:
@@ -139,9 +142,11 @@ class View:
         """Open waits older than `least_s`, oldest first."""
         return sorted((w for w in self.waits.values() if now - w.since >= least_s), key=lambda w: w.since)
 
-    def recent_boots(self, actor: str, now: float, window_s: float) -> int:
-        """Boots of an actor beyond its first, within the last `window_s`."""
-        return sum(at > now - window_s for at in self.boots.get(actor, [])[1:])
+    def recent_deaths(self, actor: str, now: float, window_s: float) -> int:
+        """How often a process of the actor ended by itself, within the last `window_s`: as its later boots show it, or
+        its own last words, whichever are more."""
+        boots = sum(at > now - window_s for at in self.boots.get(actor, [])[1:])
+        return max(boots, sum(at > now - window_s for at in self.deaths.get(actor, [])))
 
     def starved(self, groups: int) -> bool:
         """The source has no more tasks, and those still open can't fill a batch of `groups`."""
@@ -149,6 +154,13 @@ class View:
 
     def _trained_groups(self) -> int:
         return self._settled + sum(self._groups.values())
+
+    def begin(self) -> None:
+        """A session of the run begins: what described the processes of an earlier one is void."""
+        self.stopping, self.finished, self.training_finished = None, None, False
+        self.first_commit_at, self.refitting = None, None
+        self.boots, self.deaths, self.serving, self.waits = {}, {}, {}, {}
+        self.failures.clear()
 
     # --- folds ---
 
@@ -225,7 +237,7 @@ class View:
             case events.DataExhausted():
                 self.exhausted = True
             case events.RunStarted():
-                self.stopping, self.finished, self.training_finished = None, None, False
+                self.begin()
             case events.RunStopping():
                 self.stopping = event.reason
             case events.RunFinished():

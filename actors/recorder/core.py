@@ -1,8 +1,9 @@
 """When the archive is flushed, when a segment ends, and what may be trimmed.
 
-Nothing is trimmed before it is durable, nor before every actor of the run has booted once, since an actor reads the
-broadcast streams from their start. What is trimmed was durable at least one trimming interval ago, which leaves that
-much time to followers without a cursor of their own (driver, `pipeline log --follow`).
+Nothing is trimmed before it is durable, nor before every actor of the run has booted once: an actor reads the broadcast
+streams from their start, and protects what it has not read by storing its cursors soon after its boot. What is trimmed
+was durable one trimming interval ago, which leaves time for that, and for followers that store no cursor (driver,
+`pipeline log --follow`).
 """
 
 from __future__ import annotations
@@ -175,9 +176,10 @@ class RecorderCore:
             commands.append(Flush(rotate=state.finished or self._segment_full(state, now)))
             state = replace(state, flushing=True, unflushed=0, dirty_since=None)
         if state.trim_at is not None and now >= state.trim_at and not state.closed:
-            if state.floors and self._actors <= set(state.booted):
+            if state.floors:
                 commands.append(Trim({**state.floors, OWN_JOURNAL: EVERYTHING}))
-            state = replace(state, floors=state.cursors, trim_at=now + TRIM_S)
+            complete = self._actors <= set(state.booted)
+            state = replace(state, floors=state.cursors if complete else {}, trim_at=now + TRIM_S)
         return state, commands
 
     def _flush_due(self, state: State, now: float) -> bool:

@@ -131,6 +131,7 @@ def test_nothing_is_trimmed_before_every_actor_booted() -> None:
     for _ in range(5):
         assert driver.step(Tick(), TRIM_S) == []
     driver.step(Appended(0, ("trainer",)))
+    assert driver.step(Tick(), TRIM_S) == []
     assert [type(c) for c in driver.step(Tick(), TRIM_S)] == [Trim]
 
 

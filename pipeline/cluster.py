@@ -1,0 +1,136 @@
+"""Ray: one process an actor, restarted when it dies, on this machine or on a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from actors import registry
+from config.schema import RunConfig
+from pipeline import host, logs
+from pipeline.errors import Exit, PipelineError
+from pipeline.host import Host, Left
+
+STORE_BYTES = 80 << 20
+"""Ray's object store, which nothing is put into; about the least it accepts."""
+HEAVY = ("engine", "trainer")
+"""Kinds whose processes take longest to become useful; they are created first."""
+
+
+class Cluster:
+    """The processes of a run. `start` on the main thread: local Ray ends with the thread that started it."""
+
+    def __init__(self, config: RunConfig, run_dir: Path) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._local = config.launch.ray_address is None
+        self._started = False
+        self._exits: dict[str, asyncio.Task[Left]] = {}
+        self._handles: dict[str, Any] = {}
+
+    def start(self) -> None:
+        """Start Ray here, or join the cluster at launch.ray_address. Raises `PipelineError`."""
+        for variable, value in _environment().items():
+            os.environ.setdefault(variable, value)
+        self._started = True
+        import ray
+
+        options: dict[str, Any] = {"address": self._config.launch.ray_address, "namespace": "sluice"}
+        options |= {"log_to_driver": False, "logging_level": logging.ERROR}
+        if self._local:
+            cores = len(registry.names(self._config))
+            options |= {"address": "local", "num_cpus": cores, "object_store_memory": STORE_BYTES}
+            options |= {"include_dashboard": False}
+        try:
+            with _inside(self._run_dir):
+                ray.init(**options)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise PipelineError(
+                f"Ray can't be started (launch.ray_address={self._config.launch.ray_address}): {error}", Exit.FAILED
+            ) from error
+
+    def launch(self, names: Sequence[str], url: str, run: str) -> None:
+        """Create the actors' processes and run them; on the event loop's thread."""
+        import ray
+
+        remote: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Host)
+        driver = host.installation()
+        for name in sorted(names, key=lambda name: registry.kind_of(name) not in HEAVY):
+            env = actor_environment(self._config, name)
+            handle = remote.options(name=f"{run}/{name}").remote(name, url, run, str(self._run_dir), env)
+            self._handles[name] = handle
+            self._exits[name] = asyncio.create_task(_wait(handle.run.remote(driver, same_root=self._local)))
+
+    def left(self) -> dict[str, Left]:
+        """Actors that have left for good, and why."""
+        return {name: _outcome(task) for name, task in self._exits.items() if task.done()}
+
+    async def wait(self, names: Sequence[str], timeout: float) -> list[str]:
+        """Wait until these have left; answers those that have not within `timeout` seconds."""
+        tasks = {self._exits[name]: name for name in names if name in self._exits}
+        if not tasks:
+            return []
+        _, late = await asyncio.wait(tasks, timeout=max(timeout, 0.0))
+        return sorted(tasks[task] for task in late)
+
+    def stop(self) -> None:
+        """End all processes: ours with local Ray, only the actors on a cluster."""
+        if not self._started:
+            return
+        import ray
+
+        for task in self._exits.values():
+            task.cancel()
+        if ray.is_initialized():
+            if not self._local:
+                for handle in self._handles.values():
+                    ray.kill(handle)
+            ray.shutdown()
+
+
+def actor_environment(config: RunConfig, name: str) -> dict[str, str | None]:
+    """Environment variables of one actor's process; None unsets.
+
+    Threads are set before torch is loaded: as many as the trainer is given, one elsewhere.
+    """
+    threads: str | None = "1"
+    if registry.kind_of(name) == "trainer":
+        threads = str(config.trainer.threads) if config.trainer.threads else None
+    return {"OMP_NUM_THREADS": threads, "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false", logs.CONSOLE: "none"}
+
+
+def _environment() -> Mapping[str, str]:
+    """What Ray's own processes inherit, and what keeps Ray quiet and off the accelerators' variables."""
+    return {
+        "PYTHONSAFEPATH": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "RAY_DEDUP_LOGS": "0",
+    }
+
+
+@contextlib.contextmanager
+def _inside(directory: Path) -> Iterator[None]:
+    """Ray puts the working directory first on the workers' sys.path, so it must hold no module."""
+    before = Path.cwd()
+    os.chdir(directory)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+async def _wait(ref: Any) -> Left:
+    return await ref
+
+
+def _outcome(task: asyncio.Task[Left]) -> Left:
+    if task.cancelled():
+        return Left("fatal", "cancelled")
+    error = task.exception()
+    return task.result() if error is None else Left("fatal", f"{type(error).__name__}: {error}")

