@@ -53,6 +53,7 @@ from contracts.events import (
     GatewayReady,
     RefitCommitted,
     RefitRequested,
+    RunStarted,
     RunStopping,
     WaitEnded,
     WaitStarted,
@@ -146,8 +147,8 @@ class GatewayCore:
                 return _lose(_forget(state, event.actor, event.boot - 1), event.actor, event.boot - 1, now)
             case GatewayReady() if (event.gateway, event.boot) == (self._actor, state.boot):
                 return _replace(state, current=True), []
-            case RunStopping():
-                return _replace(state, stopping=True), []
+            case RunStarted() | RunStopping():
+                return _replace(state, stopping=isinstance(event, RunStopping)), []
         return state, []
 
     def _booted(self, state: State, boot: int) -> Outcome:

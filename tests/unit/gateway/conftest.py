@@ -169,11 +169,14 @@ class Host:
 
     async def start(self) -> Host:
         await self.shell.start(self.context)  # pyright: ignore[reportArgumentType]
+        await self.start_actor()
+        return self
+
+    async def start_actor(self) -> None:
         self._queue.put_nowait(Booted(self.boot))
         self._spawn(self._run())
         await until(lambda: self.of(GatewayReady))
         self.url = self.of(GatewayReady)[-1].url
-        return self
 
     async def close(self) -> None:
         for task in self._tasks:

@@ -41,6 +41,7 @@ from contracts.events import (
     RefitCommitted,
     RefitFailed,
     RefitRequested,
+    RunFinished,
     RunStarted,
     RunStopping,
     WaitEnded,
@@ -346,6 +347,13 @@ def test_held_and_interrupted_requests_go_out_in_order_of_arrival(serving: Drive
     assert [call.request for call in of(serving.feed(committed(2)), Call)] == [1, 2, 3]
 
 
+def test_a_call_that_failed_before_the_drain_was_not_interrupted(serving: Driver):
+    serving.arrive()
+    serving.feed(CallFailed(1, "infra", "reset"))
+    serving.feed(requested(2))
+    assert [c.interrupted for c in events(serving.feed(done(2)), GateClosed)] == [0]
+
+
 def test_a_failed_refit_keeps_the_gate_closed_until_the_next_commit(serving: Driver):
     serving.feed(requested(2))
     serving.feed(RefitFailed(epoch=2, version=20, phase="transfer", reason="x"))
@@ -609,16 +617,18 @@ def test_it_leaves_once_stopped_and_empty_handed(serving: Driver):
     assert serving.core.done(serving.state)
 
 
-def test_a_run_that_goes_on_after_a_stop_is_served_again(serving: Driver):
+@pytest.mark.parametrize("news", [Booted(2), RunStarted(config_digest="d", resumed=True)])
+def test_a_run_that_goes_on_after_a_stop_is_served_again(serving: Driver, news: Any):
     serving.feed(RunStopping(reason="x"))
-    serving.boot(2)
+    assert serving.core.done(serving.state)
+    serving.feed(news)
     assert not serving.core.done(serving.state)
 
 
 def test_it_takes_no_work_entries_and_ignores_what_it_does_not_know(serving: Driver):
     assert serving.core.intake(serving.state) == {}
     before = serving.state
-    assert serving.feed(RunStarted(config_digest="d")) == []
+    assert serving.feed(RunFinished(reason="x")) == []
     assert serving.state == before
 
 

@@ -293,7 +293,7 @@ def test_every_short_history_keeps_the_invariants():
         world.settle()
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_long_histories_keep_the_invariants_and_end(data: st.DataObject):
     world = World().start()

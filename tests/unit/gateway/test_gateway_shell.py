@@ -572,6 +572,20 @@ async def test_a_model_without_its_files_is_fatal(config: RunConfig, model: Any,
     await broken.close()
 
 
+async def test_callers_wait_until_the_gateway_has_announced_itself(config: RunConfig, engines: list[Any], Host: Any):
+    host = Host(build(config, "gateway-0"))
+    await host.shell.start(host.context)
+    client = GatewayClient(host.shell._url)
+    early = ask(client)
+    while not host.shell._entries:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    await host.start_actor()
+    host.commit(1, engines[0])
+    assert (await early).samples[0].output_ids == [3, 4, 5, 6]
+    await client.close()
+    await host.close()
+
+
 async def test_a_restart_aborts_what_its_predecessor_left_on_the_engines(
     serving: Any, client: GatewayClient, engines: list[Any], until: Any
 ):

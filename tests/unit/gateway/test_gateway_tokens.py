@@ -1,0 +1,65 @@
+"""Prompts become exactly the model's own ids, and limits come from its files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+
+from actors.gateway.tokens import LARGE, ModelFilesError, Tokens
+
+
+def test_limits_and_end_tokens_come_from_the_model(model: Path):
+    tokens = Tokens(model)
+    assert (tokens.vocabulary, tokens.context, tokens.eos) == (64, 48, (1, 63))
+
+
+def test_a_nested_text_model_is_read_too(model: Path):
+    config = {"text_config": {"vocab_size": 100, "max_position_embeddings": 7, "eos_token_id": 5}}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "generation_config.json").unlink()
+    tokens = Tokens(model)
+    assert (tokens.vocabulary, tokens.context, tokens.eos) == (100, 7, (5,))
+
+
+def test_a_model_without_an_end_token_has_none(model: Path):
+    (model / "config.json").write_text('{"vocab_size": 64, "max_position_embeddings": 7}')
+    (model / "generation_config.json").write_text("{}")
+    assert Tokens(model).eos == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("{", "config.json is not JSON"), ('{"vocab_size": 3}', "config.json: max_position_embeddings is None")],
+)
+def test_an_unusable_config_is_named(model: Path, text: str, says: str):
+    (model / "config.json").write_text(text)
+    with pytest.raises(ModelFilesError, match=says):
+        Tokens(model)
+
+
+async def test_the_begin_token_comes_first_and_only_there(model: Path):
+    path = str(model / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.post_processor = TemplateProcessing(single="<start> $A", special_tokens=[("<start>", 2)])
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(path)
+    tokens = Tokens(model)
+    assert await tokens.text_ids("abc", ()) == [2, 3, 4, 5]
+    assert await tokens.text_ids("c", [2, 3, 4]) == [2, 3, 4, 5]
+    chat: Any = [{"role": "user", "content": "a"}]
+    assert (await tokens.chat_ids(chat, ()))[:2] == [2, 23]
+
+
+async def test_a_large_text_has_the_ids_of_its_parts(model: Path):
+    tokens = Tokens(model)
+    assert await tokens.text_ids("ab" * LARGE, ()) == [3, 4] * LARGE
+
+
+def test_text_leaves_special_tokens_out(model: Path):
+    assert Tokens(model).text([3, 4, 63, 1]) == "ab"
