@@ -1,0 +1,398 @@
+"""The sidecar: performs what the engine's core decides, on one server that is nobody else's to call.
+
+Operations of a barrier (drain, receive, resume, abandon) run one at a time, in the order in which the core asked for
+them; giving one up cancels it first. The lease is kept by polling two registers of the store.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from actors.engine import server
+from actors.engine.client import CallError, HttpEngineClient
+from actors.engine.core import EngineCore
+from actors.engine.proxy import Grant, Proxy, Refused
+from actors.engine.server import Server, ServerError
+from actors.engine.state import (
+    BARRIER,
+    SERVED,
+    Abandon,
+    Drain,
+    Drained,
+    DrainFailed,
+    EngineState,
+    Exit,
+    Lease,
+    LeaseLapsed,
+    LeaseRenewed,
+    Loaded,
+    LoadFailed,
+    Receive,
+    Resume,
+    Resumed,
+    ServerDead,
+    ServerReady,
+    StartServer,
+    Watch,
+)
+from config.schema import RunConfig
+from contracts.core import Context, Fatal
+from contracts.weights import digest
+
+PROBE_S, PROBE_DEADLINE_S, PROBE_MISSES = 2.0, 5.0, 3
+"""Pause between two probes of the server, how long one may take, and how many in a row may fail."""
+CALL_S = 5.0
+"""How long the server may take to answer a call that has nothing to wait for; beyond that it counts as hung."""
+FLUSH_S = 1.0
+"""How long one flush waits for the server to be idle; a drain asks again."""
+
+
+class ServerGone(Exception):
+    """The server is dead: this process ends, and its successor starts a new one."""
+
+
+class EngineShell:
+    """`contracts.core.Shell` of one engine."""
+
+    def __init__(self, config: RunConfig, actor: str) -> None:
+        self.core = EngineCore(actor, config.engine, config.refit)
+        self._config = config
+        gateway = config.gateway
+        self._proxy = Proxy(self._admit, self._status, gateway.request_deadline_s, gateway.max_body_mib * 2**20)
+        self._server: Server | None = None
+        self._healthy = False
+        self._paused = False
+        self._label: str | None = None
+        self._operations: dict[asyncio.Task[Any], int] = {}
+        self._turn = asyncio.Lock()
+        self._lease = Lease(0, 0, 0.0)
+        self._held_at = 0.0
+        self._lapse_told = False
+
+    async def start(self, context: Context) -> None:
+        self._context = context
+        host = self._config.network.host
+        try:
+            self._url = await self._proxy.start(host)
+        except OSError as error:
+            raise Fatal(f"can't listen on network.host={host!r} ({error}): name an address of this host") from error
+
+    async def perform(self, command: Any) -> Any | None:
+        match command:
+            case StartServer():
+                return await self._start_server(command)
+            case Watch():
+                return await self._watch()
+            case Drain():
+                return await self._operate(command.epoch, lambda: self._drain(command))
+            case Receive():
+                return await self._operate(command.epoch, lambda: self._receive(command))
+            case Resume():
+                return await self._operate(command.epoch, lambda: self._resume(command))
+            case Abandon():
+                return await self._abandon(command)
+            case Exit():
+                raise Fatal(command.reason) if command.fatal else ServerGone(command.reason)
+        raise TypeError(f"the engine can't perform {command!r}")
+
+    def payload(self, handle: str) -> bytes:
+        raise KeyError(handle)
+
+    async def close(self) -> None:
+        await self._proxy.close()
+        if self._server is not None:
+            await self._server.close()
+
+    # --- the server --------------------------------------------------------------------------------------------------
+
+    async def _start_server(self, command: StartServer) -> ServerReady | ServerDead:
+        await asyncio.sleep(command.delay_s)
+        started = time.monotonic()
+        try:
+            self._server = await self._launch(self._config.launch.start_deadline_s)
+            ranks = await self._server.client.ranks(CALL_S)
+        except (ServerError, CallError) as error:
+            return ServerDead(str(error))
+        self._proxy.connect(self._server.client)
+        self._healthy = True
+        return ServerReady(self._url, ranks, time.monotonic() - started)
+
+    async def _launch(self, deadline_s: float) -> Server:
+        config, context = self._config, self._context
+        name, boot = context.actor, context.boot
+        if config.engine.kind == "external":
+            return await server.attach(external_url(config, name), deadline_s)
+        model_dir = await asyncio.to_thread(_model_dir, config)
+        if config.engine.kind == "torch":
+            launch = server.torch_launch(config, model_dir, Path(context.run_dir) / f"{name}-{boot}.port")
+        else:
+            launch = server.sglang_launch(config, model_dir, f"{context.run}-{name}-{boot}")
+        return await server.start(launch, Path(context.run_dir) / "logs" / f"{name}.server.log", deadline_s)
+
+    @property
+    def _client(self) -> HttpEngineClient:
+        assert self._server is not None
+        return self._server.client
+
+    async def _watch(self) -> ServerDead:
+        """Until the server is gone."""
+        assert self._server is not None
+        watches = [
+            asyncio.create_task(work)
+            for work in (self._server.ended(), self._probe(), self._poll_lease(), self._guard_lease())
+        ]
+        try:
+            done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
+            self._healthy = False
+            return ServerDead(next(iter(done)).result())
+        finally:
+            for watch in watches:
+                watch.cancel()
+
+    async def _probe(self) -> str:
+        """Until the server fails to answer again and again, or turns out to be another one; not within a barrier."""
+        misses = 0
+        while True:
+            await asyncio.sleep(PROBE_S)
+            if self._context.state().mode in BARRIER:
+                misses = 0
+                continue
+            try:
+                if (stranger := await self._stranger(PROBE_DEADLINE_S)) is not None:
+                    return stranger
+                misses = 0
+            except CallError as error:
+                misses += 1
+                self._context.log.warning("probe failed", misses=misses, error=str(error))
+                if misses == PROBE_MISSES:
+                    return f"the server did not answer {misses} probes in a row: {error}"
+            self._healthy = misses == 0
+
+    async def _stranger(self, timeout: float) -> str | None:
+        """Whether the server holds other weights than were loaded last: somebody restarted it behind our back."""
+        loaded = self._label
+        found = await self._client.weight_version(timeout)
+        if loaded is None or found in (None, loaded) or loaded != self._label:
+            return None
+        return f"the server holds weights {found!r}, but {loaded!r} were loaded: it is another one"
+
+    # --- the lease ---------------------------------------------------------------------------------------------------
+
+    def _admit(self, epoch: int) -> Grant:
+        state: EngineState = self._context.state()
+        now = self._monotonic()
+        if not self.core.admits(state, epoch, self._lease, now):
+            raise Refused(self.core.refusal(state, epoch, self._lease, now))
+        assert state.version is not None
+        return Grant(state.version, state.boot)
+
+    def _monotonic(self) -> float:
+        return self._context.clock.monotonic_ns() / 1e9
+
+    async def _poll_lease(self) -> str:
+        while True:
+            await self._read_lease()
+            await asyncio.sleep(self.core.lease_s / 4)
+
+    async def _read_lease(self) -> None:
+        """Take a reading, unless the store is slow to answer."""
+        seen_at = self._monotonic()
+        try:
+            async with asyncio.timeout(self.core.lease_s / 4):
+                committed = await self._context.register("committed")
+                newest = await self._context.register("epoch")
+        except TimeoutError:
+            return
+        self._lease = Lease(committed, newest, seen_at)
+        state: EngineState = self._context.state()
+        if not self._lease.confirms(state.epoch):
+            return
+        self._held_at, self._lapse_told = seen_at, False
+        if state.mode == "lapsed":
+            self._context.deliver(LeaseRenewed(state.epoch))
+
+    async def _guard_lease(self) -> str:
+        """When no reading has confirmed the served epoch for too long, end what runs under it."""
+        period = self.core.lease_s / 4
+        while True:
+            state: EngineState = self._context.state()
+            left = self._held_at + self.core.lease_s - self._monotonic()
+            if state.mode in SERVED and left <= 0:
+                if not self._lapse_told:
+                    self._lapse_told = True
+                    self._context.log.warning("lease lapsed", epoch=state.epoch, running=self._proxy.running)
+                    self._context.deliver(LeaseLapsed(state.epoch))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._proxy.abort_running(), period)
+            await asyncio.sleep(min(left, period) if left > 0 else period)
+
+    # --- the barrier -------------------------------------------------------------------------------------------------
+
+    async def _operate(self, epoch: int, work: Callable[[], Awaitable[Any]]) -> Any | None:
+        """Perform one operation when those before it are over; None when it was given up."""
+        task = asyncio.create_task(self._in_turn(work))
+        self._operations[task] = epoch
+        try:
+            await asyncio.wait((task,))
+        finally:
+            task.cancel()
+            del self._operations[task]
+        return None if task.cancelled() else task.result()
+
+    async def _in_turn(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        async with self._turn:
+            return await work()
+
+    def _left(self, deadline_at: float) -> float:
+        return max(0.0, deadline_at - self._context.clock.now())
+
+    async def _drain(self, command: Drain) -> Drained | DrainFailed | ServerDead:
+        """What is not in the server is out (proxy), and what is in it is over (flush)."""
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self._left(command.deadline_at)):
+                await self._thaw()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._proxy.idle(), self._left(command.abort_at))
+                await self._proxy.abort_running()
+                while not await self._client.flush(min(FLUSH_S, self._left(command.deadline_at))):
+                    if not self._left(command.abort_at):
+                        await self._client.abort_all(CALL_S)
+                if (stranger := await self._stranger(CALL_S)) is not None:
+                    return ServerDead(stranger)
+        except TimeoutError:
+            reason = f"{self._proxy.running} requests known to run, and no flush at the deadline"
+            return DrainFailed(command.epoch, "Deadline", reason)
+        except CallError as error:
+            return DrainFailed(command.epoch, type(error).__name__, str(error))
+        return Drained(command.epoch, time.monotonic() - started)
+
+    async def _thaw(self) -> None:
+        """What an earlier epoch left paused holds nothing that anybody waits for."""
+        if self._paused:
+            await self._client.abort_all(CALL_S)
+            await self._client.resume(CALL_S)
+            self._paused = False
+
+    async def _receive(self, command: Receive) -> Loaded | LoadFailed:
+        started = time.monotonic()
+        phase = "pause"
+        try:
+            async with asyncio.timeout(self._left(command.deadline_at)):
+                self._paused, self._label = True, None
+                await self._client.pause(CALL_S)
+                phase = "join"
+                await self._join(command)
+                phase = "receive"
+                for bucket in command.buckets:
+                    timeout = self._left(command.deadline_at)
+                    await self._client.receive(bucket.tensors, command.group, str(command.version), timeout)
+                phase = "flush"
+                if not await self._client.flush(FLUSH_S):
+                    return LoadFailed(command.epoch, phase, "Busy", "requests are held: the cache can't be flushed")
+                phase = "verify"
+                found = await self._digest(self._left(command.deadline_at))
+        except TimeoutError:
+            return LoadFailed(command.epoch, phase, "Deadline", "the deadline of the refit passed")
+        except CallError as error:
+            return LoadFailed(command.epoch, phase, type(error).__name__, str(error))
+        self._label = str(command.version)
+        return Loaded(command.epoch, found, time.monotonic() - started)
+
+    async def _join(self, command: Receive) -> None:
+        if command.leave is not None:
+            try:
+                await self._client.leave_group(command.leave, CALL_S)
+            except CallError as error:  # a group that broke is left badly; the new one has another name
+                self._context.log.warning("group not left", group=command.leave, error=str(error))
+        if command.fresh:
+            await self._client.join_group(
+                command.address,
+                command.port,
+                command.offset,
+                command.world_size,
+                command.group,
+                self._config.refit.transport,
+                self._left(command.deadline_at),
+            )
+
+    async def _digest(self, timeout: float) -> str:
+        """Of what the server holds; only ours checksums as the trainer does."""
+        if self._config.engine.kind != "torch":
+            return ""
+        ranks = await self._client.checksums(timeout)
+        return digest(ranks[0]) if ranks else ""
+
+    async def _resume(self, command: Resume) -> Resumed | ServerDead:
+        self._held_at = self._monotonic()
+        await self._read_lease()
+        try:
+            await self._client.resume(CALL_S)
+        except CallError as error:
+            return ServerDead(f"the server does not go on after the commit of epoch {command.epoch}: {error}")
+        self._paused = False
+        return Resumed(command.epoch)
+
+    async def _abandon(self, command: Abandon) -> ServerDead | None:
+        for task, epoch in self._operations.items():
+            if epoch <= command.epoch:
+                task.cancel()
+        async with self._turn:
+            try:
+                await self._client.abort_all(CALL_S)
+                if command.group is not None:
+                    await self._leave(command.group)
+                await self._client.flush(0.0)
+            except CallError as error:
+                return ServerDead(f"the server hangs after epoch {command.epoch} was given up: {error}")
+        return None
+
+    async def _leave(self, group: str) -> None:
+        """Any answer will do: it shows that no collective holds the server."""
+        try:
+            await self._client.leave_group(group, CALL_S)
+        except CallError as error:
+            if error.status is None:
+                raise
+
+    # --- what others see ---------------------------------------------------------------------------------------------
+
+    def _status(self) -> dict[str, Any]:
+        state: EngineState = self._context.state()
+        return {
+            "engine": self._context.actor,
+            "boot": self._context.boot,
+            "state": state.mode,
+            "epoch": state.epoch,
+            "version": state.version,
+            "running": self._proxy.running,
+            "healthy": self._healthy and self._server is not None and self._server.alive,
+            "lease_age_s": self._monotonic() - self._lease.seen_at,
+        }
+
+
+def external_url(config: RunConfig, actor: str) -> str:
+    """The URL of engine `actor`. Raises `Fatal` when `engine.urls` has none for it."""
+    index = int(actor.rpartition("-")[2])
+    if index >= len(config.engine.urls):
+        raise Fatal(f"engine.urls names {len(config.engine.urls)} servers, engine.count is {config.engine.count}")
+    return config.engine.urls[index]
+
+
+def _model_dir(config: RunConfig) -> Path:
+    from actors import models
+
+    try:
+        return models.resolve(config.model.source, models.cache_dir(), config.model.params)
+    except models.ModelError as error:
+        raise Fatal(f"model.source={config.model.source!r}: {error}") from error
+
+
+def build(config: RunConfig, actor: str) -> EngineShell:
+    """The shell of engine `actor`."""
+    return EngineShell(config, actor)

@@ -1,0 +1,229 @@
+"""The one HTTP client of the engines: SGLang's native API, over kept-alive connections."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import aiohttp
+import msgspec
+
+from contracts.engine import EngineError
+from contracts.events import TensorSpec
+
+MIB = 2**20
+ANSWER_LIMIT = 8 * MIB
+"""Bytes of an answer to anything but /generate."""
+GENERATED_LIMIT = 512 * MIB
+"""Bytes of an answer to /generate."""
+TEXT_LIMIT = 500
+"""Characters of an answer that an error quotes."""
+KEEPALIVE_S = 4.0
+"""Idle connections are closed before the server (uvicorn: 5 s) does, so that no request meets its closing."""
+FLUSH_GRACE_S = 2.0
+"""How long a flush may take beyond the wait that it was asked for."""
+
+
+class CallError(EngineError):
+    """A call did not succeed. `status` is None when no answer came before the deadline, or none that can be read."""
+
+    def __init__(self, call: str, status: int | None, text: str) -> None:
+        super().__init__(f"{call}: {'no answer' if status is None else status}: {text}")
+        self.call = call
+        self.status = status
+        self.text = text
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """An answer as it came."""
+
+    status: int
+    content_type: str
+    body: bytes
+
+    @property
+    def text(self) -> str:
+        return self.body[: 4 * TEXT_LIMIT].decode(errors="replace")[:TEXT_LIMIT]
+
+
+class HttpEngineClient:
+    """`contracts.engine.EngineClient` of the server at `url`. Create and close it on one event loop.
+
+    Every call raises `CallError`. Timeouts are seconds and bound the whole call, connecting included.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE_S)
+        self._session = aiohttp.ClientSession(connector=connector, auto_decompress=False)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def forward(self, path: str, body: bytes, timeout: float, limit: int = GENERATED_LIMIT) -> Answer:
+        """POST `body` as it is; answers whatever status comes. Raises `CallError` if none does in time."""
+        return await self._call("POST", path, body, timeout, limit)
+
+    async def generate(self, body: Mapping[str, Any], timeout: float) -> Any:
+        answer = await self._post("/generate", body, timeout, GENERATED_LIMIT)
+        return _parse("/generate", answer)
+
+    async def abort(self, rid: str, timeout: float) -> None:
+        await self._post("/abort_request", {"rid": rid}, timeout)
+
+    async def abort_all(self, timeout: float) -> None:
+        """POST /abort_request for whatever runs."""
+        await self._post("/abort_request", {"rid": "", "abort_all": True}, timeout)
+
+    async def flush(self, timeout: float) -> bool:
+        """False when requests still ran after `timeout` seconds. `CallError` when the server does not say."""
+        path = f"/flush_cache?timeout={timeout:.3f}"
+        answer = await self._call("POST", path, b"", timeout + FLUSH_GRACE_S, ANSWER_LIMIT)
+        if answer.status not in (200, 400):
+            raise CallError("/flush_cache", answer.status, answer.text)
+        return answer.status == 200
+
+    async def pause(self, timeout: float) -> None:
+        """POST /pause_generation, in place: what runs is frozen, what comes waits."""
+        await self._post("/pause_generation", {"mode": "in_place"}, timeout)
+
+    async def resume(self, timeout: float) -> None:
+        """POST /continue_generation."""
+        await self._post("/continue_generation", {}, timeout)
+
+    async def join_group(
+        self, address: str, port: int, offset: int, world_size: int, group: str, backend: str, timeout: float
+    ) -> None:
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": offset,
+            "world_size": world_size,
+            "group_name": group,
+            "backend": backend,
+        }
+        await self._update("/init_weights_update_group", body, timeout)
+
+    async def leave_group(self, group: str, timeout: float) -> None:
+        await self._update("/destroy_weights_update_group", {"group_name": group}, timeout)
+
+    async def receive(self, tensors: Sequence[TensorSpec], group: str, version: str, timeout: float) -> None:
+        body = {
+            "names": [tensor.name for tensor in tensors],
+            "dtypes": [tensor.dtype for tensor in tensors],
+            "shapes": [tensor.shape for tensor in tensors],
+            "group_name": group,
+            "flush_cache": False,
+            "abort_all_requests": False,
+            "weight_version": version,
+            "load_format": "flattened_bucket",
+        }
+        await self._update("/update_weights_from_distributed", body, timeout)
+
+    async def checksums(self, timeout: float) -> list[dict[str, str]] | None:
+        """None when the server has no such call."""
+        body = msgspec.json.encode({"action": "checksum"})
+        answer = await self._call("POST", "/weights_checker", body, timeout, ANSWER_LIMIT)
+        if answer.status in (404, 405, 501):
+            return None
+        return [rank.checksums for rank in _parse("/weights_checker", _ok("/weights_checker", answer), _Checked).ranks]
+
+    async def healthy(self, timeout: float) -> bool:
+        """Whether the server process answers at all: /health itself is 503 during any pause."""
+        try:
+            await self.weight_version(timeout)
+        except CallError:
+            return False
+        return True
+
+    async def weight_version(self, timeout: float) -> str | None:
+        """The label of the weights that the server holds, as `receive` set it."""
+        answer = await self._get("/model_info", timeout)
+        return _parse("/model_info", answer, _ModelInfo).weight_version
+
+    async def ranks(self, timeout: float) -> int:
+        """Ranks that the server takes in a weight-update group: its tensor parallel size."""
+        try:
+            answer = await self._get("/server_info", timeout)
+        except CallError as error:
+            if error.status != 404:
+                raise
+            answer = await self._get("/get_server_info", timeout)
+        return _parse("/server_info", answer, _ServerInfo).tp_size
+
+    # --- calls -------------------------------------------------------------------------------------------------------
+
+    async def _get(self, path: str, timeout: float) -> Answer:
+        return _ok(path, await self._call("GET", path, None, timeout, ANSWER_LIMIT))
+
+    async def _post(self, path: str, body: Mapping[str, Any], timeout: float, limit: int = ANSWER_LIMIT) -> Answer:
+        return _ok(path, await self._call("POST", path, msgspec.json.encode(body), timeout, limit))
+
+    async def _update(self, path: str, body: Mapping[str, Any], timeout: float) -> None:
+        answer = await self._post(path, body, timeout)
+        if not _parse(path, answer, _Outcome).success:
+            raise CallError(path, answer.status, answer.text)
+
+    async def _call(self, method: str, path: str, body: bytes | None, timeout: float, limit: int) -> Answer:
+        call = path.partition("?")[0]
+        headers = {"content-type": "application/json"} if body else None
+        try:
+            async with (
+                asyncio.timeout(timeout),
+                self._session.request(
+                    method, self.url + path, data=body, headers=headers, timeout=_NO_TIMEOUT, allow_redirects=False
+                ) as response,
+            ):
+                return Answer(response.status, response.content_type, await _read(call, response, limit))
+        except TimeoutError as error:
+            raise CallError(call, None, f"deadline of {timeout:.3g} s passed") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise CallError(call, None, f"{type(error).__name__}: {error}") from error
+
+
+_NO_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=None)
+
+
+class _Outcome(msgspec.Struct):
+    success: bool
+
+
+class _Rank(msgspec.Struct):
+    checksums: dict[str, str]
+
+
+class _Checked(msgspec.Struct):
+    ranks: list[_Rank]
+
+
+class _ModelInfo(msgspec.Struct):
+    weight_version: str | None = None
+
+
+class _ServerInfo(msgspec.Struct):
+    tp_size: int = 1
+
+
+async def _read(call: str, response: aiohttp.ClientResponse, limit: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in response.content.iter_any():
+        size += len(chunk)
+        if size > limit:
+            raise CallError(call, None, f"the answer exceeds {limit} bytes")
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _ok(call: str, answer: Answer) -> Answer:
+    if answer.status != 200:
+        raise CallError(call, answer.status, answer.text)
+    return answer
+
+
+def _parse(call: str, answer: Answer, kind: Any = Any) -> Any:
+    try:
+        return msgspec.json.decode(answer.body, type=kind)
+    except msgspec.DecodeError as error:
+        raise CallError(call, answer.status, f"{error}: {answer.text}") from error

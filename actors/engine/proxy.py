@@ -1,0 +1,208 @@
+"""The one way to an engine's server: admits requests under the lease, stamps answers, knows what runs.
+
+Bodies pass through unparsed; what the proxy has to know comes in headers: `x-sluice-epoch`, the commit under which the
+request was sent, and `x-sluice-rids`, its request ids, comma-separated. An answer carries `x-sluice-version` and
+`x-sluice-boot`. A request counts as running until the server has answered it, whether or not its caller is still there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from actors.engine.client import CallError, HttpEngineClient
+
+ABORT_EVERY_S = 0.5
+"""Aborts are repeated: one that comes before its request is lost."""
+ABORT_DEADLINE_S = 5.0
+"""How long the server may take to answer an abort."""
+_JSON = "application/json"
+
+
+class Refused(Exception):
+    """The engine may not run this request now; the message says why."""
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """Leave to run one request: what its tokens are stamped with."""
+
+    version: int
+    boot: int
+
+
+class ErrorBody(msgspec.Struct, frozen=True):
+    type: str
+    message: str
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    error: ErrorBody
+
+
+class _Abort(msgspec.Struct):
+    rid: str
+
+
+class Proxy:
+    """Serves callers at `url`.
+
+    `admit(epoch)` grants or raises `Refused`, without waiting. `status()` is what /status answers; its `healthy`
+    decides the status code of /health. `request_deadline_s` bounds every request, `max_body` (bytes) every body.
+    """
+
+    def __init__(
+        self,
+        admit: Callable[[int], Grant],
+        status: Callable[[], Mapping[str, Any]],
+        request_deadline_s: float,
+        max_body: int,
+    ) -> None:
+        self._admit = admit
+        self._status = status
+        self._deadline_s = request_deadline_s
+        self._client: HttpEngineClient | None = None
+        self._running: dict[asyncio.Task[web.Response], tuple[str, ...]] = {}
+        self._background: set[asyncio.Task[None]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        app = web.Application(client_max_size=max_body)
+        app.add_routes(
+            [
+                web.post("/generate", self._generate),
+                web.post("/abort_request", self._abort_request),
+                web.get("/health", self._health),
+                web.get("/status", self._report),
+            ]
+        )
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+
+    async def start(self, host: str) -> str:
+        """Listen at a free port of `host` (`auto`: this node's address); answers the URL. Raises OSError."""
+        await self._runner.setup()
+        address = socket.gethostbyname(socket.gethostname()) if host == "auto" else host
+        await web.TCPSite(self._runner, address, 0, backlog=1024).start()
+        return f"http://{address}:{self._runner.addresses[0][1]}"
+
+    def connect(self, client: HttpEngineClient) -> None:
+        """From now on requests can go to the server behind `client`."""
+        self._client = client
+
+    async def close(self) -> None:
+        """Cut everything off."""
+        for task in (*self._running, *self._background):
+            task.cancel()
+        await self._runner.cleanup()
+
+    @property
+    def running(self) -> int:
+        """Sequences that the server has not answered."""
+        return sum(len(rids) for rids in self._running.values())
+
+    async def idle(self) -> None:
+        """Wait until nothing runs."""
+        await self._idle.wait()
+
+    async def abort_running(self) -> None:
+        """Abort whatever runs, again and again until nothing does. Bound it by a deadline of yours."""
+        while self._running and self._client is not None:
+            with contextlib.suppress(CallError):
+                await self._client.abort_all(ABORT_DEADLINE_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), ABORT_EVERY_S)
+
+    # --- routes ------------------------------------------------------------------------------------------------------
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        try:
+            epoch = int(request.headers["x-sluice-epoch"])
+            rids = tuple(request.headers["x-sluice-rids"].split(","))
+        except (KeyError, ValueError):
+            return _refusal(400, "bad_request", "headers x-sluice-epoch (a number) and x-sluice-rids are required")
+        if not all(rids):
+            return _refusal(400, "bad_request", f"header x-sluice-rids has an empty id: {','.join(rids)!r}")
+        try:
+            body = await request.read()
+            grant = self._admit(epoch)
+        except web.HTTPRequestEntityTooLarge as error:
+            return _refusal(413, "bad_request", error.text or "the body is too large")
+        except Refused as refused:
+            return _refusal(409, "not_serving", str(refused))
+        task = asyncio.create_task(self._run(body, grant))
+        self._running[task] = rids
+        self._idle.clear()
+        task.add_done_callback(self._ran)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:  # the caller left, and nobody else wants its tokens
+            self._spawn(self._abort(task, rids))
+            raise
+
+    async def _run(self, body: bytes, grant: Grant) -> web.Response:
+        assert self._client is not None
+        try:
+            answer = await self._client.forward("/generate", body, self._deadline_s)
+        except CallError as error:
+            return _refusal(502, "engine_error", str(error))
+        headers = {
+            "x-sluice-version": str(grant.version),
+            "x-sluice-boot": str(grant.boot),
+            "content-type": answer.content_type,
+        }
+        return web.Response(status=answer.status, body=answer.body, headers=headers)
+
+    def _ran(self, task: asyncio.Task[web.Response]) -> None:
+        del self._running[task]
+        if not self._running:
+            self._idle.set()
+        if not task.cancelled():
+            task.exception()
+
+    async def _abort(self, task: asyncio.Task[web.Response], rids: tuple[str, ...]) -> None:
+        """Abort one request until it ends, which it does at its deadline at the latest."""
+        assert self._client is not None
+        while not task.done():
+            for rid in rids:
+                with contextlib.suppress(CallError):
+                    await self._client.abort(rid, ABORT_DEADLINE_S)
+            await asyncio.wait((task,), timeout=ABORT_EVERY_S)
+
+    async def _abort_request(self, request: web.Request) -> web.Response:
+        """Abort what runs under the prefix `rid`; like the server, 200 when nothing does."""
+        try:
+            prefix = msgspec.json.decode(await request.read(), type=_Abort).rid
+        except msgspec.DecodeError as error:
+            return _refusal(400, "bad_request", str(error))
+        if not prefix:
+            return _refusal(400, "bad_request", "rid is empty")
+        if self._client is not None and any(r.startswith(prefix) for rids in self._running.values() for r in rids):
+            try:
+                await self._client.abort(prefix, ABORT_DEADLINE_S)
+            except CallError as error:
+                return _refusal(502, "engine_error", str(error))
+        return web.Response()
+
+    async def _health(self, request: web.Request) -> web.Response:
+        status = self._status()
+        return _json({key: status[key] for key in ("healthy", "state")}, 200 if status["healthy"] else 503)
+
+    async def _report(self, request: web.Request) -> web.Response:
+        return _json(self._status())
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+
+def _json(value: Any, status: int = 200) -> web.Response:
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type=_JSON)
+
+
+def _refusal(status: int, kind: str, message: str) -> web.Response:
+    return _json(ErrorReply(ErrorBody(kind, message)), status)
