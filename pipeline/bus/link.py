@@ -12,7 +12,7 @@ import redis.asyncio as aioredis
 import structlog
 from redis.asyncio.connection import ConnectionPool, SSLConnection, UnixDomainSocketConnection
 from redis.asyncio.retry import Retry
-from redis.asyncio.sentinel import Sentinel
+from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import (
     AuthenticationError,
@@ -41,7 +41,7 @@ CONNECTIONS = 32
 MIN_VERSION = (7, 0)
 _TRANSIENT = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, MasterDownError)
 _FIXES = {
-    "No permissions": "give the user of REDIS_URL the rights `~sluice:* +@all -@dangerous +info`",
+    "permissions": "give the user of REDIS_URL the rights `~sluice:* +@all -@dangerous +info`",
     "used memory > 'maxmemory'": "raise the store's maxmemory, or let fewer rollouts wait (buffer.groups)",
     "NOGROUP": "the stream or its group is gone, so the store was emptied under the run: start a new run",
     "WRONGTYPE": "something else uses this run's keys: choose another run name or database",
@@ -80,6 +80,10 @@ class Link:
         return link
 
     async def close(self) -> None:
+        pool = self._client.connection_pool
+        if isinstance(pool, SentinelConnectionPool):
+            for sentinel in pool.sentinel_manager.sentinels:
+                await sentinel.aclose()
         await self._client.aclose()
 
     async def command(self, *args: Any, block_ms: int = 0) -> Any:
