@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -15,9 +17,10 @@ import xxhash
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.contract.engine_conformance import *  # noqa: F403 - the suite
-from tests.contract.engine_conformance import GREEDY, PROMPT, Client, paused, rid, training
+from tests.contract.engine_conformance import GREEDY, LONG, PROMPT, Client, paused, rid, training
 
 START_DEADLINE = 60.0
+DEVICE = os.environ.get("SLUICE_ENGINE_DEVICE", "cpu")
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +45,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def engine(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
     port_file = tmp_path_factory.mktemp("run") / "port"
     command = [sys.executable, "-m", "actors.engine.torch_server", "--model-path", str(model_dir)]
-    command += ["--port-file", str(port_file), "--threads", "1", "--group-timeout-s", "10"]
+    command += ["--port-file", str(port_file), "--threads", "1", "--group-timeout-s", "10", "--device", DEVICE]
     process = subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"})
     try:
         deadline = time.monotonic() + START_DEADLINE
@@ -150,3 +153,14 @@ def test_an_id_in_use_is_refused(engine: Client) -> None:
     assert "Duplicate" in found["error"]["message"]
     engine.post("/abort_request", {"rid": own})
     running.end()
+
+
+def test_a_caller_that_hangs_up_ends_its_generation(engine: Client) -> None:
+    with socket.create_connection(("127.0.0.1", int(engine.url.rpartition(":")[2]))) as caller:
+        body = json.dumps({"input_ids": PROMPT, "sampling_params": {"max_new_tokens": LONG, "ignore_eos": True}})
+        caller.sendall(f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
+        while not engine.get("/server_info")[1]["internal_states"][0]["running"]:
+            pass
+    steps = engine.get("/server_info")[1]["internal_states"][0]["steps"]
+    assert engine.post("/flush_cache?timeout=10")[0] == 200
+    assert engine.get("/server_info")[1]["internal_states"][0]["steps"] - steps < LONG - 100

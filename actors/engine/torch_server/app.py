@@ -227,6 +227,7 @@ class Server:
         stats = await self._call(self.scheduler.stats)
         live = {
             "weight_version": self.scheduler.version,
+            "tp_size": 1,
             "groups": self.groups.names(),
             "held": len(self.gate.held),
             "internal_states": [stats],
@@ -256,11 +257,15 @@ class Server:
     async def update_weights_from_distributed(self, request: web.Request) -> web.Response:
         body = protocol.decode(await request.read(), protocol.Update)
         incoming = _incoming(body)
+        # shielded: a caller that hangs up must not tear a collective that its peers are in
+        known = await asyncio.shield(asyncio.ensure_future(self._update(body, incoming)))
+        return _json(protocol.outcome(True, f"Updated {known} of {len(incoming)} parameters online."))
+
+    async def _update(self, body: protocol.Update, incoming: list[Incoming]) -> int:
         if body.abort_all_requests:
             await self._abort(None)
         async with self.gate.exclusive(self.groups.timeout.total_seconds()):
-            known = await self._on_comm(lambda: self._receive(body, incoming))
-        return _json(protocol.outcome(True, f"Updated {known} of {len(incoming)} parameters online."))
+            return await self._on_comm(lambda: self._receive(body, incoming))
 
     def _receive(self, body: protocol.Update, incoming: list[Incoming]) -> int:
         """On the groups' thread: at most one update's tensors are held besides the model's."""
@@ -297,7 +302,6 @@ class Server:
         return await asyncio.wrap_future(future)
 
     async def _on_comm(self, function: Callable[[], T]) -> T:
-        # shielded: a caller that hangs up must not tear a collective that its peers are in
         return await asyncio.shield(self._loop.run_in_executor(self._comm, function))
 
     def _routes(self) -> list[web.RouteDef]:

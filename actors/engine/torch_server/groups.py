@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,7 @@ class Groups:
                 [],
                 Backend(backend),
                 PrefixStore(name, store),
-                group_name=name,
+                group_name=cast("Any", name),  # a NewType of str in some versions of torch
                 timeout=self.timeout,
             )
         except (RuntimeError, ValueError, OSError) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -235,3 +236,30 @@ def test_a_flush_is_refused_while_anything_is_held(stepped: Make) -> None:
     assert not engine.scheduler.flush()
     engine.scheduler.abort(None)
     assert engine.scheduler.flush()
+
+
+def test_an_error_in_a_step_is_reported_and_ends_the_thread(stepped: Make) -> None:
+    scheduler, seen = stepped().scheduler, SimpleQueue()
+    scheduler.connect(lambda generations: None, seen.put)
+    scheduler.start()
+    scheduler.call(lambda: setattr(scheduler, "_step", lambda: 1 / 0)).result(10)
+    scheduler.submit([Generation("a", [5], stepped().add([5]).sampling, 0, False, -1, False, None)])
+    assert isinstance(seen.get(timeout=10), ZeroDivisionError)
+    scheduler.stop(10)
+
+
+def test_a_flush_waits_for_idle_and_one_given_up_never_happens(stepped: Make) -> None:
+    engine = stepped()
+    scheduler, published = engine.scheduler, SimpleQueue()
+    scheduler.connect(published.put, published.put)
+    scheduler.start()
+    scheduler.call(lambda: scheduler.pause("in_place")).result(10)
+    engine.add([5], 4)
+    given_up, waiting = scheduler.flush_when_idle(), scheduler.flush_when_idle()
+    assert given_up.cancel()
+    assert scheduler.call(scheduler.flush).result(10) is False
+    assert not waiting.done()
+    scheduler.call(scheduler.resume).result(10)
+    assert waiting.result(10) is True
+    assert [g.finish["type"] for g in published.get(timeout=10)] == ["length"]
+    scheduler.stop(10)
