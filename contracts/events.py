@@ -41,7 +41,9 @@ class TaskIssued(Record, frozen=True, kw_only=True, tag="task.issued"):
     """Source -> one collector: roll out one prompt group of `samples` samples.
 
     Emitted when credit allows. `index` is dense and never reused; `task` is the producer's stable id. `payload` is the
-    producer's JSON. The collector acks the entry in the script that emits the last sample's result.
+    producer's JSON. The collector acks the entry in the script that emits the last sample's result. Held-out tasks are
+    issued without credit, at indexes below 0: evaluation `r` has `eval.groups` of them, from `-1 - r * eval.groups`
+    downwards.
     """
 
     task: str
