@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import sys
@@ -26,7 +27,11 @@ class ReasoningGym:
 
     `dataset` is the package's name for it, `args` are its settings; `size` is the number of tasks after which the
     dataset is re-seeded, so tasks never end. `prompt_template` is filled with `{question}`. With `chat` the prompt is a
-    list of messages, led by `system` if given. `eval_seed` fixes the held-out tasks over runs with different seeds.
+    list of messages, led by `system` if given.
+
+    Held-out tasks come from seeds of their own, `eval_seed` fixes those over runs. A dataset with few questions repeats
+    them under any seed: `held_out_every=k` gives one question in k, chosen by its hash, to evaluation and keeps it out
+    of training.
 
     The completion is scored by the dataset itself, on the text between the last `<answer>` tags if there are any, else
     on all of it. Raises `ValueError` for an unknown dataset, refused settings, and a template without a question.
@@ -42,6 +47,7 @@ class ReasoningGym:
         chat: bool = False,
         system: str | None = None,
         eval_seed: int | None = None,
+        held_out_every: int | None = None,
         size: int = 500,
         **args: Any,
     ) -> None:
@@ -49,11 +55,14 @@ class ReasoningGym:
             raise ValueError(f"prompt_template={prompt_template!r} lacks {{question}}")
         if system is not None and not chat:
             raise ValueError("system needs chat=true: a plain-text prompt has no system message")
+        if held_out_every is not None and held_out_every < 2:
+            raise ValueError(f"held_out_every={held_out_every} leaves nothing to train on; 2 or more is expected")
         self._dataset = dataset
         self._template = prompt_template
         self._chat = chat
         self._system = system
         self._eval_seed = eval_seed
+        self._held_out_every = held_out_every
         self._size = size
         self._args = args
         self._make = dataset_factory(dataset)
@@ -70,13 +79,21 @@ class ReasoningGym:
             chunk = self._chunk(Random(f"{name}/{seed}/{number}").randrange(SEEDS))
             for offset in range(start, self._size):
                 entry = chunk[offset]
+                position += 1
+                if not self._belongs(entry["question"], split):
+                    continue
                 payload = {
                     "question": entry["question"],
                     "answer": entry["answer"],
                     "metadata": pack(entry["metadata"]),
                 }
-                position += 1
                 yield Task(id=f"{name}-{seed}-{position - 1}", payload=payload, cursor=str(position))
+
+    def _belongs(self, question: str, split: str) -> bool:
+        if self._held_out_every is None:
+            return True
+        digest = hashlib.blake2b(question.encode(), digest_size=8).digest()
+        return (int.from_bytes(digest) % self._held_out_every == 0) == (split == "eval")
 
     def prompt(self, task: Task) -> str | list[dict[str, Any]]:
         """The question in its template, as text or as chat messages."""

@@ -59,6 +59,16 @@ async def test_held_out_tasks_are_others_and_can_be_fixed_over_seeds() -> None:
     assert fixed[0] == fixed[1] != held_out[:3]
 
 
+async def test_held_out_questions_of_a_small_dataset_are_never_trained_on() -> None:
+    producer = ReasoningGym(max_n=60, held_out_every=4)
+    train = await take(producer, 200)
+    held_out = await take(producer, 20, split="eval")
+    questions = {task.payload["question"] for task in train}
+    assert len(questions) > 20
+    assert not questions & {task.payload["question"] for task in held_out}
+    assert await take(producer, 1, cursor=train[6].cursor) == [train[7]]
+
+
 @pytest.mark.parametrize("cursor", ["x", "-1", "1.5"])
 async def test_a_foreign_cursor_is_refused(cursor: str) -> None:
     with pytest.raises(ValueError, match="cursor"):
@@ -131,6 +141,7 @@ def test_packing_refuses_what_json_does_not_have() -> None:
         ({"colour": 1}, "colour"),
         ({"prompt_template": "hello"}, "lacks {question}"),
         ({"system": "x"}, "chat=true"),
+        ({"held_out_every": 1}, "held_out_every=1"),
     ],
 )
 def test_wrong_settings_are_refused_by_name(args: dict[str, Any], message: str) -> None:
