@@ -103,6 +103,7 @@ class Bus:
             replies=Key(keys.replies),
             cursors=Key(keys.cursors),
             registers=Key(keys.registers),
+            order=Key(keys.order),
             journal=Key(keys.journal(self.actor)),
             snapshot=Key(keys.snapshot(self.actor)),
             actor=self.actor,
@@ -162,7 +163,8 @@ class Bus:
         At least once: if the connection is cut, the entry may appear twice.
         """
         self._size(f"an entry of {stream}", data, "entry")
-        return (await self._link.command("XADD", self.keys.stream(stream), "*", "e", data)).decode()
+        call = scripts.post(Key(self.keys.order), Key(self.keys.stream(stream)), data)
+        return (await self._link.call(call)).decode()
 
     # --- work ---
 

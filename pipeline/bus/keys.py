@@ -26,6 +26,8 @@ class Keys:
         """Hash: "<actor>/<stream>" -> id of the last broadcast entry taken in."""
         self.registers = f"{self.prefix}registers"
         """Hash: name -> integer that only rises."""
+        self.order = f"{self.prefix}order"
+        """Counter of all events of the run: entry `<n>-0` of whatever stream is the n-th, so ids order the whole log."""
         self.config = f"{self.prefix}config"
         """String: the run's configuration."""
 

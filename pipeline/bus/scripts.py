@@ -25,6 +25,7 @@ def commit(
     replies: Key,
     cursors: Key,
     registers: Key,
+    order: Key,
     journal: Key,
     snapshot: Key,
     actor: str,
@@ -87,7 +88,9 @@ def commit(
     end
     for _, payload in ipairs(payloads) do redis.call('SET', payload[1], payload[2]) end
     local added = {}
-    for i, add in ipairs(adds) do added[i] = redis.call('XADD', add[1], '*', 'e', add[2]) end
+    for i, add in ipairs(adds) do
+      added[i] = redis.call('XADD', add[1], string.format('%.0f-0', redis.call('INCR', order)), 'e', add[2])
+    end
     for _, ack in ipairs(acks) do redis.call('XACK', ack[1], ack[2], ack[3]) end
     for _, position in ipairs(positions) do redis.call('HSET', cursors, actor .. '/' .. position[1], position[2]) end
     for _, raise in ipairs(raises) do redis.call('HSET', registers, raise[1], raise[2]) end
@@ -101,6 +104,15 @@ def commit(
     redis.call('HSET', seqs, actor, seq_to)
     redis.call('HSET', replies, actor, seq_from .. ' ' .. table.concat(added, ' '))
     return {'OK', added}
+    """
+    ...
+
+
+@script
+def post(order: Key, stream: Key, data: bytes) -> bytes:
+    """
+    -- Append one entry for a writer that is no actor; answers its id.
+    return redis.call('XADD', stream, string.format('%.0f-0', redis.call('INCR', order)), 'e', data)
     """
     ...
 

@@ -82,8 +82,8 @@ class Runtime:
         finally:
             for task in self._tasks:
                 task.cancel()
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(asyncio.gather(*self._tasks, return_exceptions=True), 5)
+            if self._tasks:
+                await asyncio.wait(self._tasks, timeout=5)
             await self.shell.close()
 
     async def _recover(self) -> Machine:
@@ -108,8 +108,9 @@ class Runtime:
         wake = self.core.wake(self.machine.state)
         if not self._inputs:
             timeout = None if wake is None else max(0.0, wake - self.clock.now())
-            with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._arrived.wait(), timeout)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._arrived.wait()
         if self._failure is not None:
             raise self._failure
         inputs = [self._inputs.popleft() for _ in range(min(BATCH, len(self._inputs)))]
@@ -122,6 +123,7 @@ class Runtime:
 
     async def _commit(self, inputs: list[Any]) -> None:
         """Step through `inputs` and commit the outcome; when leases were lost, step again knowing so."""
+        lost_before: set[Ref] = set()
         while True:
             attempt = Attempt(self.machine, inputs)
             if not attempt.journalled:
@@ -131,6 +133,9 @@ class Runtime:
                 break
             except LeaseLostError as lost:
                 refs = tuple(Ref(lease.stream, lease.entry) for lease in lost.leases)
+                if lost_before.issuperset(refs):
+                    raise
+                lost_before.update(refs)
                 self._held.difference_update(refs)
                 self.log.warning("lease lost", entries=[f"{ref.stream}/{ref.entry}" for ref in refs])
                 inputs = [LeaseLost(refs), *inputs]
@@ -173,7 +178,7 @@ class Runtime:
     def _feed(self, entries: Sequence[Entry]) -> None:
         fresh = []
         for entry in entries:
-            if order(entry.entry) > order(self._seen[entry.stream]):
+            if number(entry.entry) > number(self._seen[entry.stream]):
                 self._seen[entry.stream] = entry.entry
                 fresh.append(Delivered(Ref(entry.stream, entry.entry), decode_envelope(entry.stream, entry.data)))
         self.push(fresh)
@@ -191,9 +196,14 @@ class Runtime:
                 await self._wants.wait()
                 continue
             entries = await self.bus.read_work(counts, GROUP, block_ms=1000)
-            if entries and self._seen:
-                self._feed(await self.bus.read_after(self._seen, count=1_000_000, block_ms=None))
+            if entries:
+                await self._catch_up()
             await self._take(entries)
+
+    async def _catch_up(self) -> None:
+        """Feed every broadcast event that is in the store by now."""
+        if self._seen:
+            self._feed(await self.bus.read_after(self._seen, count=1_000_000, block_ms=None))
 
     async def _take(self, entries: Sequence[WorkEntry]) -> None:
         for item in entries:
@@ -241,6 +251,7 @@ class Runtime:
 
     async def _claim(self, stream: str, room: int) -> None:
         claimed = await self.bus.claim_idle(stream, GROUP, int(LEASE_S * 1000), room)
+        await self._catch_up()
         if claimed.deleted:
             reason = "deleted from the stream while owed to a reader"
             await self._announce(DataLost(stream=stream, entries=tuple(claimed.deleted), reason=reason))
@@ -260,7 +271,6 @@ class Runtime:
             self._arrived.set()
 
 
-def order(entry: str) -> tuple[int, int]:
-    """Sort key of a stream entry id."""
-    milliseconds, _, sequence = entry.partition("-")
-    return int(milliseconds), int(sequence or 0)
+def number(entry: str) -> int:
+    """Place of an entry in the run's log: ids are `<n>-0`."""
+    return int(entry.partition("-")[0])
