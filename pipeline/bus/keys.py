@@ -27,7 +27,7 @@ class Keys:
         self.registers = f"{self.prefix}registers"
         """Hash: name -> integer that only rises."""
         self.order = f"{self.prefix}order"
-        """Counter of all events of the run: entry `<n>-0` of whatever stream is the n-th, so ids order the whole log."""
+        """Counter of the events of the run: entry `<n>-0` of any stream is the n-th, so ids order the whole log."""
         self.config = f"{self.prefix}config"
         """String: the run's configuration."""
 
