@@ -263,7 +263,7 @@ class EngineShell:
                 while not await self._client.flush(min(FLUSH_S, self._left(command.deadline_at))):
                     if not self._left(command.abort_at):
                         await self._client.abort_all(CALL_S)
-                if (stranger := await self._stranger(CALL_S)) is not None:
+                if self._label is not None and (stranger := await self._stranger(CALL_S)) is not None:
                     return ServerDead(stranger)
         except TimeoutError:
             reason = f"{self._proxy.running} requests known to run, and no flush at the deadline"

@@ -145,13 +145,15 @@ class ServerProcess:
                 raise ServerError(f"can't run {self._launch.command[0]!r} (engine.python): {error}") from error
 
     def url(self) -> str | None:
-        """Where it listens, once that is known."""
+        """Where it listens, once that is known; its port file is gone then."""
         port = self._launch.port
         if self._launch.port_file is not None:
+            file = Path(self._launch.port_file)
             try:
-                port = int(Path(self._launch.port_file).read_text())
+                port = int(file.read_text())
             except FileNotFoundError:
                 return None
+            file.unlink()
         return f"http://{HOST}:{port}"
 
     async def ended(self) -> str:
@@ -252,8 +254,7 @@ async def _ready(process: ServerProcess, label: str | None, deadline_s: float) -
         while time.monotonic() < give_up_at:
             if not process.alive:
                 raise ServerError(await process.ended())
-            url = process.url()
-            if client is None and url is not None:
+            if client is None and (url := process.url()) is not None:
                 client = HttpEngineClient(url)
             if client is not None and await _is_ready(client, label):
                 return client

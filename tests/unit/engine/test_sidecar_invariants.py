@@ -71,13 +71,13 @@ def test_two_refits_exhaustively() -> None:
     assert explore(Moves(core(), epochs=2, boots=1, ordered=True)) == MODES
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(CHOICES)
 def test_long_runs_with_events_in_order(choices: list[tuple[int, int]]) -> None:
     walk(Moves(core(), epochs=6, boots=4, ordered=True), choices)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(CHOICES)
 def test_long_runs_with_events_late_repeated_and_lost(choices: list[tuple[int, int]]) -> None:
     walk(Moves(core(), epochs=6, boots=4, ordered=False), choices)

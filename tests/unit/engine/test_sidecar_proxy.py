@@ -1,0 +1,241 @@
+"""Nothing reaches the server but what was admitted, and everything counts as running until the server is done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+
+from actors.engine import proxy as proxy_module
+from actors.engine.client import HttpEngineClient
+from actors.engine.proxy import Grant, Proxy, Refused
+from tests.unit.engine.fake_server import FakeServer
+
+HEADERS = {"x-sluice-epoch": "7", "x-sluice-rids": "r-1"}
+
+
+class Gate:
+    """What the proxy asks: `reason` refuses everything."""
+
+    def __init__(self) -> None:
+        self.reason: str | None = None
+        self.grant = Grant(version=42, boot=3)
+        self.asked: list[int] = []
+        self.status: dict[str, Any] = {"healthy": True, "state": "serving", "epoch": 7}
+
+    def admit(self, epoch: int) -> Grant:
+        self.asked.append(epoch)
+        if self.reason is not None:
+            raise Refused(self.reason)
+        return self.grant
+
+
+class Bench:
+    def __init__(self, server: FakeServer, http: aiohttp.ClientSession) -> None:
+        self.server = server
+        self.http = http
+        self.gate = Gate()
+        self.proxy = Proxy(self.gate.admit, lambda: self.gate.status, request_deadline_s=20.0, max_body=1000)
+
+    async def start(self) -> None:
+        self.url = await self.proxy.start("127.0.0.1")
+        self.client = HttpEngineClient(self.server.url)
+        self.proxy.connect(self.client)
+
+    async def post(self, path: str, **kwargs: Any) -> tuple[int, Any, Any]:
+        async with self.http.post(self.url + path, **kwargs) as response:
+            body = await response.read()
+            return response.status, body, response.headers
+
+    def generate(self, rid: str = "r-1") -> asyncio.Task[tuple[int, Any, Any]]:
+        headers = {"x-sluice-epoch": "7", "x-sluice-rids": rid}
+        return asyncio.create_task(self.post("/generate", json={"rid": rid}, headers=headers))
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    async with FakeServer() as server, aiohttp.ClientSession() as http:
+        bench = Bench(server, http)
+        await bench.start()
+        yield bench
+        await bench.proxy.close()
+        await bench.client.close()
+
+
+async def test_bytes_pass_unchanged_and_answers_are_stamped(bench: Bench) -> None:
+    bench.server.answers["/generate"] = (422, b"\x00 not JSON")
+    status, body, headers = await bench.post("/generate", data=b'{"rid":  "r-1"}', headers=HEADERS)
+    assert (status, body) == (422, b"\x00 not JSON")
+    assert (headers["x-sluice-version"], headers["x-sluice-boot"]) == ("42", "3")
+    assert headers["content-type"].startswith("text/plain")
+    assert bench.gate.asked == [7]
+
+
+async def test_the_stamp_is_that_of_the_admission(bench: Bench) -> None:
+    request = bench.generate()
+    await bench.server.came("/generate")
+    bench.gate.grant = Grant(version=43, boot=3)
+    bench.server.finish("r-1")
+    assert (await request)[2]["x-sluice-version"] == "42"
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"x-sluice-epoch": "7"},
+        {"x-sluice-rids": "r-1"},
+        {"x-sluice-epoch": "seven", "x-sluice-rids": "r-1"},
+        {"x-sluice-epoch": "7", "x-sluice-rids": "r-1,"},
+    ],
+)
+async def test_a_request_without_epoch_or_ids_is_refused(bench: Bench, headers: dict[str, str]) -> None:
+    status, body, _ = await bench.post("/generate", data=b"{}", headers=headers)
+    assert status == 400
+    assert b'"type":"bad_request"' in body
+    assert bench.server.calls == []
+
+
+async def test_what_is_not_admitted_does_not_reach_the_server(bench: Bench) -> None:
+    bench.gate.reason = "engine-0 is draining"
+    status, body, _ = await bench.post("/generate", data=b"{}", headers=HEADERS)
+    assert (status, body) == (409, b'{"error":{"type":"not_serving","message":"engine-0 is draining"}}')
+    assert bench.server.calls == []
+    assert bench.proxy.running == 0
+
+
+async def test_admission_is_asked_when_the_body_is_complete(bench: Bench) -> None:
+    began, uploaded = asyncio.Event(), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"{"
+        began.set()
+        await uploaded.wait()
+        yield b"}"
+
+    request = asyncio.create_task(bench.post("/generate", data=slow(), headers=HEADERS))
+    await began.wait()
+    async with bench.http.get(f"{bench.url}/status"):  # by now the headers are in
+        assert bench.gate.asked == []
+    bench.gate.reason = "draining by now"
+    uploaded.set()
+    assert (await request)[0] == 409
+
+
+async def test_a_large_body_is_refused(bench: Bench) -> None:
+    status, body, _ = await bench.post("/generate", data=b"x" * 1001, headers=HEADERS)
+    assert status == 413
+    assert b"bad_request" in body
+    assert bench.server.calls == []
+
+
+async def test_sequences_run_until_they_are_answered(bench: Bench) -> None:
+    one, two = bench.generate("r-1"), bench.generate("r-2")
+    await bench.server.came("/generate", 2)
+    assert bench.proxy.running == 2
+    idle = asyncio.create_task(bench.proxy.idle())
+    bench.server.finish("r-1")
+    await one
+    assert bench.proxy.running == 1
+    assert not idle.done()
+    bench.server.finish("r-2")
+    await two
+    await asyncio.wait_for(idle, 5)
+    assert bench.proxy.running == 0
+
+
+async def test_a_caller_that_leaves_has_its_request_aborted(bench: Bench) -> None:
+    request = bench.generate()
+    await bench.server.came("/generate")
+    request.cancel()
+    await bench.server.came("/abort_request")
+    assert ("/abort_request", {"rid": "r-1"}) in bench.server.calls
+    await asyncio.wait_for(bench.proxy.idle(), 5)
+
+
+async def test_a_request_whose_caller_left_runs_until_the_server_is_done(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An abort can come before its request: it is repeated."""
+    monkeypatch.setattr(proxy_module, "ABORT_EVERY_S", 0.01)
+    bench.server.deaf_to_aborts = True
+    request = bench.generate()
+    await bench.server.came("/generate")
+    request.cancel()
+    await bench.server.came("/abort_request", 3)
+    assert bench.proxy.running == 1
+    bench.server.deaf_to_aborts = False
+    await asyncio.wait_for(bench.proxy.idle(), 5)
+
+
+async def test_an_abort_by_prefix_goes_to_the_server_when_something_runs_under_it(bench: Bench) -> None:
+    request = bench.generate("g-1-0000")
+    await bench.server.came("/generate")
+    assert (await bench.post("/abort_request", json={"rid": "g-2-"}))[0] == 200
+    assert "/abort_request" not in bench.server.paths()
+    assert (await bench.post("/abort_request", json={"rid": "g-1-"}))[0] == 200
+    status, body, _ = await request
+    assert (status, b'"abort"' in body) == (200, True)
+
+
+@pytest.mark.parametrize("body", [b"{}", b"nonsense", b'{"rid": ""}', b'{"rid": 3}', b'{"abort_all": true}'])
+async def test_an_abort_of_no_or_all_ids_is_refused(bench: Bench, body: bytes) -> None:
+    assert (await bench.post("/abort_request", data=body))[0] == 400
+    assert bench.server.calls == []
+
+
+async def test_a_server_that_does_not_answer_is_an_engine_error(bench: Bench) -> None:
+    request = bench.generate()
+    await bench.server.came("/generate")
+    bench.server.answers["/abort_request"] = (500, b"no")
+    status, body, _ = await bench.post("/abort_request", json={"rid": "r-1"})
+    assert (status, b"engine_error" in body) == (502, True)
+    await bench.server.__aexit__()
+    status, body, headers = await request
+    assert (status, b"engine_error" in body) == (502, True)
+    assert "x-sluice-version" not in headers
+    await asyncio.wait_for(bench.proxy.idle(), 5)
+
+
+async def test_abort_running_repeats_until_nothing_runs(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_module, "ABORT_EVERY_S", 0.01)
+    bench.server.deaf_to_aborts = True
+    request = bench.generate()
+    await bench.server.came("/generate")
+    aborting = asyncio.create_task(bench.proxy.abort_running())
+    await bench.server.came("/abort_request", 3)
+    assert not aborting.done()
+    bench.server.deaf_to_aborts = False
+    await asyncio.wait_for(aborting, 5)
+    assert (await request)[0] == 200
+
+
+async def test_abort_running_asks_nothing_of_an_idle_server(bench: Bench) -> None:
+    await bench.proxy.abort_running()
+    assert bench.server.calls == []
+
+
+async def test_health_and_status(bench: Bench) -> None:
+    for healthy, status in ((True, 200), (False, 503)):
+        bench.gate.status["healthy"] = healthy
+        async with bench.http.get(f"{bench.url}/health") as response:
+            assert (response.status, await response.json()) == (status, {"healthy": healthy, "state": "serving"})
+    async with bench.http.get(f"{bench.url}/status") as response:
+        assert (response.status, await response.json()) == (200, bench.gate.status)
+
+
+async def test_other_calls_do_not_reach_the_server(bench: Bench) -> None:
+    for path in ("/update_weights_from_distributed", "/pause_generation", "/flush_cache", "/model_info"):
+        assert (await bench.post(path, json={}))[0] == 404
+    assert bench.server.calls == []
+
+
+async def test_closing_cuts_requests_off(bench: Bench) -> None:
+    request = bench.generate()
+    await bench.server.came("/generate")
+    await bench.proxy.close()
+    with pytest.raises(aiohttp.ClientError):
+        await request

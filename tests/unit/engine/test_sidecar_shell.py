@@ -1,0 +1,506 @@
+"""The shell performs the barrier on a server in SGLang's order, keeps the lease, and gives nothing up half."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from msgspec.structs import replace
+
+from actors.engine import actor as actor_module
+from actors.engine.actor import EngineShell, ServerGone, build
+from actors.engine.server import Server, attach
+from actors.engine.state import EngineState, Exit
+from config.schema import EngineConfig, GatewayConfig, LaunchConfig, NetworkConfig, RefitConfig, RunConfig
+from contracts.core import Fatal
+from contracts.events import (
+    Bucket,
+    EngineDead,
+    EngineDrained,
+    EngineFailed,
+    EngineLoaded,
+    EngineReady,
+    RefitRequested,
+    TensorSpec,
+    WaitEnded,
+    WaitStarted,
+)
+from contracts.weights import digest
+from tests.unit.engine.driver import Driver
+from tests.unit.engine.fake_server import FakeServer
+from tests.unit.engine.world import committed, failed, offered, quarantined, requested, started
+
+BUCKETS = (
+    Bucket((TensorSpec("a", "float32", (2,)), TensorSpec("b", "float32", (1,))), 12),
+    Bucket((TensorSpec("c", "float32", (4,)),), 16),
+)
+LOAD = ["/pause_generation", "/init_weights_update_group", *2 * ["/update_weights_from_distributed"], "/flush_cache"]
+
+
+def config(kind: str = "external", lease_s: float = 30.0, **refit: float) -> RunConfig:
+    return RunConfig(
+        engine=EngineConfig(kind=kind, lease_s=lease_s),  # type: ignore[arg-type]
+        refit=RefitConfig(**({"deadline_s": 60.0, "drain_deadline_s": 40.0} | refit)),  # type: ignore[arg-type]
+        gateway=GatewayConfig(request_deadline_s=30.0),
+        launch=LaunchConfig(start_deadline_s=5.0),
+    )
+
+
+class Bench:
+    """An engine actor on a fake server."""
+
+    def __init__(self, driver: Driver, server: FakeServer, http: aiohttp.ClientSession) -> None:
+        self.driver = driver
+        self.server = server
+        self.http = http
+
+    def request(self, epoch: int, drain: str = "finish", left_s: float | None = None) -> None:
+        left_s = self.driver.config.refit.deadline_s if left_s is None else left_s
+        event: RefitRequested = requested(epoch, self.driver.boot, drain=drain)
+        self.driver.publish(replace(event, deadline_at=time.time() + left_s))
+
+    def start(self, epoch: int, group: str = "g", fresh: bool = True) -> None:
+        self.driver.publish(replace(offered(epoch), buckets=BUCKETS))
+        self.driver.publish(started(epoch, self.driver.boot, group=group, fresh=fresh))
+
+    async def load(self, epoch: int, group: str = "g", fresh: bool = True) -> EngineLoaded:
+        self.request(epoch)
+        await self.driver.event(EngineDrained, epoch=epoch)
+        self.start(epoch, group, fresh)
+        return await self.driver.event(EngineLoaded, epoch=epoch)
+
+    async def serve(self, epoch: int, group: str = "g", fresh: bool = True) -> None:
+        await self.load(epoch, group, fresh)
+        self.driver.publish(committed(epoch, self.driver.boot))
+        await self.driver.mode("serving")
+
+    def generate(self, epoch: int, rid: str = "r-1") -> asyncio.Task[tuple[int, Any, Any]]:
+        return asyncio.create_task(self._generate(epoch, rid))
+
+    async def _generate(self, epoch: int, rid: str) -> tuple[int, Any, Any]:
+        headers = {"x-sluice-epoch": str(epoch), "x-sluice-rids": rid}
+        async with self.http.post(f"{self.driver.url}/generate", json={"rid": rid}, headers=headers) as response:
+            return response.status, await response.json(), response.headers
+
+    async def status(self) -> Any:
+        async with self.http.get(f"{self.driver.url}/status") as response:
+            return await response.json()
+
+
+Benches = Callable[..., AbstractAsyncContextManager[Bench]]
+
+
+@pytest.fixture
+def benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Benches:
+    """Make a bench; any kind of engine is the fake server."""
+
+    @asynccontextmanager
+    async def bench(settings: RunConfig | None = None, ready: bool = True) -> AsyncIterator[Bench]:
+        async with FakeServer() as server, aiohttp.ClientSession() as http:
+
+            async def launch(self: EngineShell, deadline_s: float) -> Server:
+                return await attach(server.url, deadline_s)
+
+            monkeypatch.setattr(EngineShell, "_launch", launch)
+            async with Driver(settings or config(), tmp_path) as driver:
+                if ready:
+                    await driver.event(EngineReady)
+                    server.calls.clear()
+                yield Bench(driver, server, http)
+
+    return bench
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hung server is noticed soon."""
+    monkeypatch.setattr(actor_module, "CALL_S", 0.5)
+
+
+# --- the way to serving ----------------------------------------------------------------------------------------------
+
+
+async def test_a_boot_is_ready_but_serves_nothing(benches: Benches) -> None:
+    async with benches() as bench:
+        (ready,) = bench.driver.find(EngineReady)
+        assert (ready.url, ready.ranks, ready.boot) == (bench.driver.url, 2, 1)
+        status, answer, _ = await bench.generate(0)
+        assert (status, answer["error"]["message"]) == (409, "engine-0 is uncertain in epoch 0")
+        assert bench.server.calls == []
+
+
+async def test_weights_are_loaded_in_sglangs_order_and_served_after_the_commit(benches: Benches) -> None:
+    async with benches() as bench:
+        loaded = await bench.load(1)
+        assert loaded.digest == ""
+        assert bench.server.paths() == ["/flush_cache", *LOAD]
+        assert bench.server.paused
+        names = [body["names"] for path, body in bench.server.calls if path == "/update_weights_from_distributed"]
+        assert names == [["a", "b"], ["c"]]
+        assert (await bench.generate(1))[0] == 409
+        bench.driver.publish(committed(1, 1))
+        await bench.driver.mode("serving")
+        assert not bench.server.paused
+        request = bench.generate(1)
+        await bench.server.came("/generate")
+        bench.server.finish("r-1")
+        status, _, headers = await request
+        assert (status, headers["x-sluice-version"], headers["x-sluice-boot"]) == (200, "10", "1")
+
+
+async def test_our_own_server_tells_its_digest(benches: Benches) -> None:
+    async with benches(config(kind="torch")) as bench:
+        assert (await bench.load(1)).digest == digest({"w": "00"})
+        assert bench.server.paths()[-1] == "/weights_checker"
+
+
+async def test_a_server_without_checksums_has_no_digest(benches: Benches) -> None:
+    async with benches(config(kind="torch")) as bench:
+        bench.server.answers["/weights_checker"] = (404, {})
+        assert (await bench.load(1)).digest == ""
+
+
+async def test_a_group_is_used_again_and_left_for_a_fresh_one(benches: Benches) -> None:
+    async with benches() as bench:
+        await bench.serve(1, "g1")
+        await bench.serve(2, "g1", fresh=False)
+        assert bench.server.paths().count("/init_weights_update_group") == 1
+        bench.server.answers["/destroy_weights_update_group"] = (400, {"success": False, "message": "broken"})
+        await bench.serve(3, "g3")
+        paths = bench.server.paths()
+        left = paths.index("/destroy_weights_update_group")
+        assert bench.server.calls[left][1] == {"group_name": "g1"}
+        assert paths[left + 1] == "/init_weights_update_group"
+
+
+# --- the drain -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_drain_admits_nothing_and_waits_for_what_runs(benches: Benches) -> None:
+    async with benches() as bench:
+        await bench.serve(1)
+        request = bench.generate(1)
+        await bench.server.came("/generate")
+        bench.server.calls.clear()
+        bench.request(2)
+        await bench.driver.mode("draining")
+        assert (await bench.generate(1, "r-2"))[0] == 409
+        assert bench.server.calls == []  # nothing is proved while something is known to run
+        bench.server.finish("r-1")
+        assert (await request)[0] == 200
+        await bench.driver.event(EngineDrained, epoch=2)
+        assert bench.server.paths()[0] == "/flush_cache"
+        assert "/abort_request" not in bench.server.paths()
+
+
+@pytest.mark.parametrize(("drain", "share"), [("interrupt", 0.5), ("finish", 0.8)])
+async def test_a_drain_aborts_what_gateways_left(benches: Benches, drain: str, share: float) -> None:
+    async with benches() as bench:
+        await bench.serve(1)
+        request = bench.generate(1)
+        await bench.server.came("/generate")
+        # the drain began so long ago that its share is nearly over
+        bench.request(2, drain, left_s=60.0 - share * 40.0 + 0.3)
+        status, answer, _ = await request
+        assert (status, answer["meta_info"]["finish_reason"]["type"]) == (200, "abort")
+        await bench.driver.event(EngineDrained, epoch=2)
+
+
+async def test_requests_that_only_the_server_knows_are_aborted_too(benches: Benches) -> None:
+    async with benches() as bench:
+        await bench.serve(1)
+        bench.server.running["lost"] = asyncio.get_running_loop().create_future()
+        bench.request(2, "interrupt", left_s=60.0 - 0.5 * 40.0)
+        await bench.driver.event(EngineDrained, epoch=2)
+        assert ("/abort_request", {"rid": "", "abort_all": True}) in bench.server.calls
+
+
+async def test_a_drain_ends_at_its_deadline(benches: Benches) -> None:
+    async with benches() as bench:
+        await bench.serve(1)
+        bench.server.deaf_to_aborts = True
+        request = bench.generate(1)
+        await bench.server.came("/generate")
+        bench.request(2, left_s=60.0 - 40.0 + 0.5)
+        told = await bench.driver.event(EngineFailed, epoch=2)
+        assert (told.phase, told.error) == ("drain", "Deadline")
+        assert "1 requests known to run" in told.reason
+        assert bench.driver.state().mode == "uncertain"
+        request.cancel()
+
+
+async def test_a_server_that_can_not_flush_fails_the_drain(benches: Benches) -> None:
+    async with benches() as bench:
+        bench.server.answers["/flush_cache"] = (500, b"no")
+        bench.request(1)
+        told = await bench.driver.event(EngineFailed, epoch=1)
+        assert (told.phase, told.error) == ("drain", "CallError")
+
+
+# --- faults of the transfer ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "phase"),
+    [
+        ("/pause_generation", "pause"),
+        ("/init_weights_update_group", "join"),
+        ("/update_weights_from_distributed", "receive"),
+        ("/weights_checker", "verify"),
+    ],
+)
+async def test_a_refused_step_is_told_and_the_next_epoch_starts_clean(benches: Benches, path: str, phase: str) -> None:
+    async with benches(config(kind="torch")) as bench:
+        bench.server.answers[path] = (400, {"success": False, "message": "partially updated"})
+        bench.request(1)
+        await bench.driver.event(EngineDrained, epoch=1)
+        bench.start(1)
+        told = await bench.driver.event(EngineFailed, epoch=1)
+        assert (told.phase, told.error) == (phase, "CallError")
+        assert "partially updated" in told.reason
+        await bench.server.came("/destroy_weights_update_group")
+        del bench.server.answers[path]
+        await bench.serve(2, "g2")
+        paths = bench.server.paths()
+        thawed = paths.index("/continue_generation")
+        assert thawed < len(paths) - 1 - paths[::-1].index("/init_weights_update_group")
+
+
+async def test_a_load_with_requests_held_is_not_complete(benches: Benches) -> None:
+    async with benches() as bench:
+        bench.request(1)
+        await bench.driver.event(EngineDrained, epoch=1)
+        bench.server.running["lost"] = asyncio.get_running_loop().create_future()
+        bench.start(1)
+        told = await bench.driver.event(EngineFailed, epoch=1)
+        assert (told.phase, told.error) == ("flush", "Busy")
+
+
+async def test_a_transfer_ends_at_the_deadline_of_the_refit(benches: Benches) -> None:
+    async with benches(config(drain_deadline_s=60.0)) as bench:
+        bench.server.hang.add("/update_weights_from_distributed")
+        bench.request(1, left_s=1.5)
+        await bench.driver.event(EngineDrained, epoch=1)
+        bench.start(1)
+        told = await bench.driver.event(EngineFailed, epoch=1)
+        assert told.phase == "receive"
+        assert "deadline" in told.reason
+
+
+@pytest.mark.parametrize("end", [failed(1), quarantined(1, 1), committed(1)])
+async def test_a_stuck_receive_is_given_up_and_does_not_block_the_next_epoch(benches: Benches, end: Any) -> None:
+    async with benches() as bench:
+        bench.request(1)
+        await bench.driver.event(EngineDrained, epoch=1)
+        bench.server.hang.add("/update_weights_from_distributed")
+        bench.start(1)
+        await bench.server.came("/update_weights_from_distributed")
+        bench.driver.publish(end)
+        await bench.driver.mode("uncertain")
+        await bench.server.came("/destroy_weights_update_group")
+        bench.server.hang.clear()
+        await bench.serve(2, "g2")
+        assert bench.driver.find(EngineFailed) == []
+
+
+async def test_a_newer_request_gives_up_a_stuck_receive_before_it_drains(benches: Benches) -> None:
+    async with benches() as bench:
+        bench.request(1)
+        await bench.driver.event(EngineDrained, epoch=1)
+        bench.server.hang.add("/init_weights_update_group")
+        bench.start(1)
+        await bench.server.came("/init_weights_update_group")
+        bench.server.calls.clear()
+        bench.request(2)
+        await bench.driver.event(EngineDrained, epoch=2)
+        given_up = ["/abort_request", "/destroy_weights_update_group", "/flush_cache"]
+        thawed = ["/abort_request", "/continue_generation", "/flush_cache"]
+        assert bench.server.paths() == given_up + thawed
+
+
+@pytest.mark.usefixtures("quick")
+async def test_a_server_that_hangs_in_a_collective_is_replaced(benches: Benches) -> None:
+    async with benches() as bench:
+        bench.request(1)
+        await bench.driver.event(EngineDrained, epoch=1)
+        bench.server.hang |= {"/update_weights_from_distributed", "/destroy_weights_update_group"}
+        bench.start(1)
+        await bench.server.came("/update_weights_from_distributed")
+        bench.driver.publish(failed(1))
+        dead = await bench.driver.event(EngineDead, boot=1)
+        assert "the server hangs after epoch 1 was given up" in dead.reason
+        assert isinstance(await bench.driver.ended(), ServerGone)
+
+
+async def test_a_server_that_does_not_go_on_after_a_commit_is_replaced(benches: Benches) -> None:
+    async with benches() as bench:
+        await bench.load(1)
+        bench.server.answers["/continue_generation"] = (500, b"no")
+        bench.driver.publish(committed(1, 1))
+        dead = await bench.driver.event(EngineDead)
+        assert "does not go on after the commit of epoch 1" in dead.reason
+        await bench.driver.ended()
+
+
+# --- the lease -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_newer_epoch_in_the_store_ends_admissions_before_its_event_arrives(benches: Benches) -> None:
+    async with benches(config(lease_s=2.0)) as bench:
+        await bench.serve(1)
+        bench.driver.registers["epoch"] = 2
+        await bench.driver.shell._read_lease()
+        status, answer, _ = await bench.generate(1)
+        assert (status, "2 was the newest" in answer["error"]["message"]) == (409, True)
+        assert bench.driver.state().mode == "serving"
+        await bench.driver.mode("lapsed")  # its event is overdue
+
+
+async def test_an_outage_of_the_store_ends_serving_and_its_end_renews_the_lease(benches: Benches) -> None:
+    async with benches(config(lease_s=1.0)) as bench:
+        await bench.serve(1)
+        request = bench.generate(1)
+        await bench.server.came("/generate")
+        bench.driver.store_up.clear()
+        status, answer, _ = await request
+        assert (status, answer["meta_info"]["finish_reason"]["type"]) == (200, "abort")
+        status, answer, _ = await bench.generate(1, "r-2")
+        assert (status, "engine.lease_s" in answer["error"]["message"]) == (409, True)
+        bench.driver.store_up.set()
+        waits = lambda: [(type(w), w.on) for w in bench.driver.find(WaitStarted) + bench.driver.find(WaitEnded)]  # noqa: E731
+        await bench.driver.until(lambda: (WaitEnded, "store") in waits(), "end of the wait for the store")
+        assert (WaitStarted, "store") in waits()
+        assert bench.driver.state().mode == "serving"
+        await bench.driver.shell._read_lease()
+        request = bench.generate(1, "r-3")
+        await bench.server.came("/generate", 2)
+        bench.server.finish("r-3")
+        assert (await request)[0] == 200
+
+
+async def test_a_commit_that_the_store_does_not_confirm_is_not_served(benches: Benches) -> None:
+    async with benches(config(lease_s=1.0)) as bench:
+        await bench.load(1)
+        bench.driver.publish(committed(1, 1))
+        bench.driver.registers["committed"] = 0
+        await bench.driver.mode("lapsed")
+        assert (await bench.generate(1))[0] == 409
+
+
+# --- the server's life -----------------------------------------------------------------------------------------------
+
+
+async def test_a_server_that_misses_three_probes_is_dead(benches: Benches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor_module, "PROBE_S", 0.02)
+    async with benches() as bench:
+        bench.server.answers["/model_info"] = (503, b"no")
+        dead = await bench.driver.event(EngineDead)
+        assert "did not answer 3 probes in a row: /model_info: 503" in dead.reason
+        assert "3 probes" in str(await bench.driver.ended())
+        assert not (await bench.status())["healthy"]
+
+
+async def test_probes_leave_a_barrier_alone(benches: Benches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor_module, "PROBE_S", 0.0)
+    async with benches() as bench:
+        await bench.load(1)
+        bench.server.calls.clear()
+        bench.server.answers["/model_info"] = (503, b"no")
+        looks = iter(range(20))
+        state = bench.driver.state
+        done = asyncio.Event()
+
+        def counted() -> EngineState:
+            if next(looks, None) is None:
+                done.set()
+            return state()
+
+        monkeypatch.setattr(bench.driver, "state", counted)
+        await asyncio.wait_for(done.wait(), 10)
+        assert bench.server.calls == []
+        assert state().mode == "loaded"
+
+
+@pytest.mark.parametrize("found_by", ["probe", "drain"])
+async def test_a_server_that_was_restarted_behind_the_sidecar_is_dead(
+    benches: Benches, monkeypatch: pytest.MonkeyPatch, found_by: str
+) -> None:
+    async with benches() as bench:
+        await bench.serve(1)
+        monkeypatch.setattr(actor_module, "PROBE_S", 0.02 if found_by == "probe" else 600.0)
+        bench.server.version = "default"
+        if found_by == "drain":
+            bench.request(2)
+        dead = await bench.driver.event(EngineDead)
+        assert "holds weights 'default', but '10' were loaded" in dead.reason
+        assert bench.driver.find(EngineDrained, epoch=2) == []
+        await bench.driver.ended()
+
+
+async def test_a_server_that_does_not_start_ends_the_boot(tmp_path: Path) -> None:
+    settings = RunConfig(
+        engine=EngineConfig(kind="external", urls=("http://127.0.0.1:1",)), launch=LaunchConfig(start_deadline_s=0.2)
+    )
+    async with Driver(settings, tmp_path) as driver:
+        assert "did not answer" in (await driver.event(EngineDead)).reason
+        assert isinstance(await driver.ended(), ServerGone)
+
+
+async def test_a_server_that_can_not_tell_its_ranks_ends_the_boot(benches: Benches) -> None:
+    async with benches(ready=False) as bench:
+        bench.server.answers["/server_info"] = (500, b"no")
+        assert "/server_info: 500" in (await bench.driver.event(EngineDead)).reason
+        await bench.driver.ended()
+
+
+async def test_settings_that_can_not_work_are_fatal(tmp_path: Path) -> None:
+    few = replace(config(), engine=EngineConfig(kind="external", count=2, urls=("http://127.0.0.1:1",)))
+    async with Driver(few, tmp_path, actor="engine-1") as driver:
+        failure = await driver.ended()
+        assert isinstance(failure, Fatal)
+        assert "engine.urls names 1 servers, engine.count is 2" in str(failure)
+    shell = build(replace(config(), network=NetworkConfig(host="203.0.113.1")), "engine-0")
+    with pytest.raises(Fatal, match=r"network.host='203.0.113.1'"):
+        await shell.start(None)  # type: ignore[arg-type]
+    await shell.close()
+    with pytest.raises(Fatal, match="too many"):
+        await shell.perform(Exit("too many", fatal=True))
+
+
+async def test_an_unknown_model_is_fatal(tmp_path: Path) -> None:
+    settings = replace(config(kind="torch"), model=replace(config().model, source="/no/such/model"))
+    async with Driver(settings, tmp_path) as driver:
+        failure = await driver.ended()
+        assert isinstance(failure, Fatal)
+        assert "/no/such/model" in str(failure)
+
+
+async def test_status_tells_what_it_does(benches: Benches) -> None:
+    async with benches() as bench:
+        await bench.serve(1)
+        status = await bench.status()
+        age = status.pop("lease_age_s")
+        assert 0 <= age < 30
+        assert status == {
+            "engine": "engine-0",
+            "boot": 1,
+            "state": "serving",
+            "epoch": 1,
+            "version": 10,
+            "running": 0,
+            "healthy": True,
+        }
+
+
+async def test_what_it_can_not_perform_is_an_error() -> None:
+    shell = build(config(), "engine-0")
+    with pytest.raises(TypeError, match="can't perform"):
+        await shell.perform(object())
+    with pytest.raises(KeyError):
+        shell.payload("p")
