@@ -17,6 +17,9 @@ from config.schema import RunConfig
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """What a run may be called: it becomes part of keys and paths."""
 
+SAMPLES = 128
+"""Samples of one group at most: their request ids travel in one HTTP header."""
+
 _WHERE = re.compile(r" - at `\$(.*)`$")
 
 
@@ -36,6 +39,7 @@ def across_fields(config: RunConfig) -> list[str]:
     """Settings that are fine alone and contradict each other."""
     refit, engine, rollout, trainer = config.refit, config.engine, config.rollout, config.trainer
     batch = config.buffer.groups * rollout.samples
+    staleness = 0 if config.sync else config.buffer.max_staleness
     rules = [
         (
             NAME.fullmatch(config.name) is not None,
@@ -64,6 +68,15 @@ def across_fields(config: RunConfig) -> list[str]:
             trainer.minibatches <= batch,
             f"trainer.minibatches={trainer.minibatches} can't split a batch of {batch} samples "
             f"(buffer.groups={config.buffer.groups} x rollout.samples={rollout.samples})",
+        ),
+        (
+            refit.every <= staleness + 1,
+            f"refit.every={refit.every} must not exceed buffer.max_staleness + 1 = {staleness + 1}: "
+            "what the next steps train on would be too stale before the engines get new weights",
+        ),
+        (
+            rollout.samples <= SAMPLES,
+            f"rollout.samples={rollout.samples} exceeds {SAMPLES}, the most that one request may ask for",
         ),
         (
             all(0.0 <= beta < 1.0 for beta in trainer.betas),

@@ -133,8 +133,8 @@ class GroupRef(msgspec.Struct, frozen=True):
 class BatchReady(Record, frozen=True, kw_only=True, tag="batch.ready"):
     """Buffer -> trainer: the groups of one optimizer step.
 
-    `batch` counts from 1 and is never reused. The trainer acks the entry when a durable checkpoint covers the step, so an
-    entry still pending after a crash is trained again from that checkpoint, in order.
+    `batch` counts from 1 and is never reused. The trainer acks the entry when a durable checkpoint covers the step; one
+    that is still pending after a crash is trained again from that checkpoint, in order.
     """
 
     batch: int

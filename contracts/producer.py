@@ -51,11 +51,11 @@ class Session(Protocol):
     """The policy, as one rollout of one sample sees it. Tokens are recorded behind it, exact to the id."""
 
     async def generate(self, prompt: str) -> Completion:
-        """One turn from a plain-text prompt."""
+        """One turn; `prompt` is the text that follows what the episode holds so far."""
         ...
 
     async def chat(self, messages: list[dict[str, Any]]) -> Completion:
-        """One turn from chat messages, through the model's chat template."""
+        """One turn; `messages` is the whole conversation, rendered by the model's chat template."""
         ...
 
 

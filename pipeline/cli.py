@@ -119,6 +119,53 @@ def log(
 
 @main.command()
 @click.argument("run", required=False)
+def verify(run: str | None) -> None:
+    """Hold a run's archived log to the pipeline's promises (docs/reference/invariants.md)."""
+    from pipeline.rundir import RunDir
+    from pipeline.verify import verify as check
+
+    findings, summary = check(RunDir.find(run))
+    for finding in findings:
+        click.echo(f"{finding.rule}: {finding.message} (at {finding.event or 'the end'})")
+    click.echo(" ".join(f"{name}={getattr(summary, name)}" for name in summary.__struct_fields__))
+    raise click.exceptions.Exit(Exit.FAILED if findings else Exit.DONE)
+
+
+@main.command()
+@click.option("--seed", default=0, show_default=True, help="Same seed, same log, byte for byte.")
+@click.option("--engines", default=2, show_default=True, type=click.IntRange(1, 512))
+@click.option("--collectors", default=1, show_default=True, type=click.IntRange(1, 512))
+@click.option("--steps", default=20, show_default=True, type=click.IntRange(1))
+@click.option("--kills", default=0, show_default=True, type=click.IntRange(0), help="kill -9 of random actors.")
+@click.option("--pauses", default=0, show_default=True, type=click.IntRange(0), help="SIGSTOP of random actors.")
+@click.option("--out", type=click.Path(path_type=Path), help="Directory for the log, in the archive's format.")
+@click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
+def simulate(
+    seed: int, engines: int, collectors: int, steps: int, kills: int, pauses: int, out: Path | None, settings: Any
+) -> None:
+    """Run the whole protocol on virtual time: real cores, simulated engines, trainer and environments."""
+    from config.loading import ConfigError, load
+    from pipeline.simulate.run import Faults, archive
+    from pipeline.simulate.run import simulate as run
+
+    sizes = [f"engine.count={engines}", f"launch.collectors={collectors}", f"steps={steps}"]
+    try:
+        config = load("simulated", [*sizes, *settings])
+    except ConfigError as error:
+        raise PipelineError("\n".join(error.problems), Exit.USAGE) from error
+    result = run(config, seed, Faults(kills=kills, pauses=pauses))
+    if out is not None:
+        archive(result, out)
+    for finding in result.findings:
+        click.echo(f"{finding.rule}: {finding.message} (at {finding.event or 'the end'})")
+    summary = result.summary
+    click.echo(" ".join(f"{name}={getattr(summary, name)}" for name in summary.__struct_fields__))
+    click.echo(f"finished={result.finished} virtual_s={result.seconds:.3f}")
+    raise click.exceptions.Exit(Exit.DONE if result.ok else Exit.FAILED)
+
+
+@main.command()
+@click.argument("run", required=False)
 def report(run: str | None) -> None:
     """Write a run's report.html from its archive."""
     from pipeline import report as reporting

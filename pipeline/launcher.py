@@ -60,6 +60,11 @@ def resume(run: str, overrides: Sequence[str]) -> Exit:
     return Session(config, directory, resumed=True).run()
 
 
+def config_of(run: RunDir) -> RunConfig:
+    """The configuration that a run was started with."""
+    return _load(str(run / "config.yaml"), ())
+
+
 def _load(recipe: str, overrides: Sequence[str]) -> RunConfig:
     try:
         return loading.load(recipe, overrides)

@@ -11,9 +11,11 @@ from collections.abc import Iterable
 
 import msgspec
 
+from actors.recorder.ordering import number
 from contracts import events
 from contracts.envelope import Envelope
 from contracts.events import Event, Provenance
+from pipeline.rundir import RunDir
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -251,3 +253,15 @@ class Verifier:
             failed_refits=sum(how == "failed" for how in self._epochs.values()),
             boots=sum(self._boots.values()),
         )
+
+
+def verify(run: RunDir) -> tuple[list[Finding], Summary]:
+    """Fold the archive of a run. Raises `PipelineError` if it can't be read."""
+    from pipeline.eventlog import archived
+    from pipeline.launcher import config_of
+
+    config = config_of(run)
+    staleness = 0 if config.sync else config.buffer.max_staleness
+    log = sorted(archived(run), key=lambda item: number(item[0].entry))
+    verifier = Verifier(staleness).apply_all(envelope for _, envelope in log)
+    return verifier.findings(), verifier.summary()

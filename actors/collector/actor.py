@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, cast
 
-import aiohttp
 import msgspec
 
 from actors.collector.calls import Calls, CallTimeout
@@ -183,7 +182,7 @@ class CollectorShell:
         try:
             return await work
         except gateway.Problem as error:
-            if _unreachable(error):
+            if isinstance(error, gateway.Unreachable):
                 self._context.deliver(GatewayGone(command.ref, tries, command.url, str(error)))
                 return None
             problem = Failed(cast(FailureKind, error.kind), f"gateway: {error}")
@@ -302,11 +301,6 @@ async def _bounded(work: Coroutine[Any, Any, T], seconds: float) -> T:
     if not done:
         raise TimeoutError
     return task.result()
-
-
-def _unreachable(error: gateway.Problem) -> bool:
-    """Whether nobody answered, so that the attempt says nothing about the task."""
-    return isinstance(error, gateway.InfraProblem) and isinstance(error.__cause__, aiohttp.ClientError | OSError)
 
 
 def _seed(text: str) -> int:

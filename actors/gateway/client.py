@@ -73,6 +73,10 @@ class InfraProblem(Problem):
     kind, status = "infra", 503
 
 
+class Unreachable(InfraProblem):
+    """Nobody answers at the gateway's address."""
+
+
 class DeadlineProblem(Problem):
     """The request's deadline passed."""
 
@@ -153,7 +157,7 @@ class GatewayClient:
         except TimeoutError as error:
             raise DeadlineProblem(f"{self.url} did not answer within {deadline_s + MARGIN_S:.0f} s") from error
         except (aiohttp.ClientError, OSError) as error:
-            raise InfraProblem(f"{self.url} can't be reached: {type(error).__name__}: {error}") from error
+            raise Unreachable(f"{self.url} can't be reached: {type(error).__name__}: {error}") from error
 
 
 def _sampling(sampling: Sampling) -> dict[str, Any]:

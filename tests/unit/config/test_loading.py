@@ -172,3 +172,13 @@ def test_no_override_escapes_as_another_error(key: str, value: str) -> None:
         loading.load("quickstart", [f"{key}={value}", f"trainer.{key}={value}", f"producer.args.x={value}"])
     except ConfigError:
         pass
+
+
+def test_a_refit_cadence_that_starves_the_trainer_is_refused() -> None:
+    assert "refit.every=3 must not exceed buffer.max_staleness + 1 = 2" in problems("quickstart", "refit.every=3")
+    assert "= 1" in problems("quickstart", "refit.every=2", "sync=true")
+    assert loading.load("quickstart", ["refit.every=2"]).refit.every == 2
+
+
+def test_more_samples_than_one_request_carries_are_refused() -> None:
+    assert "rollout.samples=129 exceeds 128" in problems("quickstart", "rollout.samples=129")
