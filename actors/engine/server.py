@@ -11,6 +11,7 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -24,7 +25,9 @@ from config.schema import RunConfig
 HOST = "127.0.0.1"
 PROBE_S, PROBE_DEADLINE_S = 0.1, 5.0
 """Pause between two looks whether a server is ready, and how long one may take."""
-STOP_S, KILL_S = 10.0, 5.0
+POLL_S = 0.1
+"""Pause between two looks whether a process has ended."""
+STOP_S, KILL_S = 10.0, 2.0
 """How long a server may take to end after SIGTERM, and after SIGKILL."""
 TAIL_BYTES = 4000
 """How much of the server's log an error quotes."""
@@ -112,37 +115,40 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """One process and its group. `log` is a file that takes its output; None inherits ours."""
+    """One process and its group. `log` is a file that takes its output; None inherits ours.
+
+    Raises `ServerError` when it can't be run.
+    """
 
     def __init__(self, launch: Launch, log: Path | None) -> None:
         self._launch = launch
         self._log = log
         self._log_start = 0
-        self._process: asyncio.subprocess.Process | None = None
-
-    @property
-    def alive(self) -> bool:
-        return self._process is not None and self._process.returncode is None
-
-    async def spawn(self) -> None:
-        """Start it. Raises `ServerError` when it can't be run."""
         with contextlib.ExitStack() as stack:
             output = None
-            if self._log is not None:
-                self._log.parent.mkdir(parents=True, exist_ok=True)
-                output = stack.enter_context(self._log.open("ab"))
+            if log is not None:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                output = stack.enter_context(log.open("ab"))
                 self._log_start = output.tell()
             try:
-                self._process = await asyncio.create_subprocess_exec(
-                    *self._launch.command,
-                    stdin=asyncio.subprocess.PIPE,
+                self._process = subprocess.Popen(
+                    launch.command,
+                    stdin=subprocess.PIPE,
                     stdout=output,
                     stderr=output,
-                    env={**os.environ, **self._launch.env},
+                    env={**os.environ, **launch.env},
                     start_new_session=True,
                 )
             except OSError as error:
-                raise ServerError(f"can't run {self._launch.command[0]!r} (engine.python): {error}") from error
+                raise ServerError(f"can't run {launch.command[0]!r} (engine.python): {error}") from error
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
 
     def url(self) -> str | None:
         """Where it listens, once that is known; its port file is gone then."""
@@ -158,8 +164,8 @@ class ServerProcess:
 
     async def ended(self) -> str:
         """Wait for its end; answers how it ended."""
-        assert self._process is not None
-        status = await self._process.wait()
+        while (status := self._process.poll()) is None:  # noqa: ASYNC110 - the end of a process sets no event
+            await asyncio.sleep(POLL_S)
         number = -status if status < 0 else status - 128
         if number > 0:
             name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
@@ -168,20 +174,20 @@ class ServerProcess:
 
     async def stop(self) -> None:
         """End the process group: SIGTERM, then SIGKILL for what overstays. Harmless when it has ended."""
-        assert self._process is not None
-        for number, patience_s in ((signal.SIGTERM, STOP_S), (signal.SIGKILL, KILL_S)):
-            self._signal(number)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), patience_s)
+        self._signal(signal.SIGTERM)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.ended(), STOP_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """SIGKILL for the whole group, and for nobody when it is gone."""
+        self._signal(signal.SIGKILL)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(KILL_S)
         assert self._process.stdin is not None
         self._process.stdin.close()
 
-    def kill(self) -> None:
-        """SIGKILL for the whole group, without waiting."""
-        self._signal(signal.SIGKILL)
-
     def _signal(self, number: int) -> None:
-        assert self._process is not None
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
 
@@ -223,7 +229,6 @@ class Server:
 async def start(launch: Launch, log: Path | None, deadline_s: float) -> Server:
     """Start a server and wait until it answers. Raises `ServerError`; nothing of it is left then."""
     process = ServerProcess(launch, log)
-    await process.spawn()
     try:
         client = await _ready(process, launch.label, deadline_s)
     except BaseException:

@@ -5,26 +5,29 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
 import torch
+from msgspec.structs import replace
 
 from actors.engine.torch_server.config import read_config
 from actors.engine.torch_server.weights import Weights
-from actors.refit.transports.gloo import GlooSender
+from actors.refit.transports.gloo import GlooSender, _meeting_point
 from config.schema import EngineConfig, GatewayConfig, ModelConfig, RefitConfig, RunConfig
 from contracts.events import (
     EngineDead,
     EngineDrained,
+    EngineFailed,
     EngineLoaded,
     EngineReady,
     Member,
     Rank,
     RefitCommitted,
+    RefitFailed,
     RefitRequested,
     TransferOffered,
     TransferStarted,
@@ -86,8 +89,13 @@ class Refits:
             )
         )
 
-    def offer(self, epoch: int, seed: int) -> str:
-        offer = self.sender.offer(self.weights(seed))
+    def offer(self, epoch: int, seed: int, spoil: bool = False) -> str:
+        """`spoil`: one tensor is longer than the model's."""
+        weights = self.weights(seed)
+        if spoil:
+            name, tensor = weights[-1]
+            weights[-1] = (name, torch.cat((tensor, tensor)))
+        offer = self.sender.offer(weights)
         self.driver.publish(
             TransferOffered(
                 epoch=epoch,
@@ -129,6 +137,11 @@ class Refits:
             )
         )
 
+    def awaits(self, group: str) -> bool:
+        """The engine has come to the meeting point of a new group."""
+        assert self.sender._offered is not None
+        return _meeting_point(group, self.sender._offered.store).check(["0/1"])
+
     async def load(self, epoch: int, seed: int, group: str, fresh: bool) -> None:
         """From the request to the commit."""
         self.request(epoch)
@@ -146,6 +159,12 @@ class Refits:
 async def http() -> AsyncIterator[aiohttp.ClientSession]:
     async with aiohttp.ClientSession() as session:
         yield session
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110 - nothing tells us
+            await asyncio.sleep(0.01)
 
 
 async def generate(
@@ -184,8 +203,62 @@ async def test_a_boot_serves_after_a_commit_and_is_gone_with_its_server(
         assert (status, headers["x-sluice-version"]) == (200, "102")
         assert second["meta_info"]["output_token_logprobs"] != first["meta_info"]["output_token_logprobs"]
 
-        os.kill(driver.shell._server.process._process.pid, 9)  # type: ignore[union-attr]
+        os.kill(driver.shell._server.process.pid, 9)  # type: ignore[union-attr]
         dead = await driver.event(EngineDead, boot=1)
         assert "signal SIGKILL" in dead.reason
         assert "signal SIGKILL" in str(await driver.ended())
         refits.sender.close()
+
+
+async def test_what_runs_ends_with_its_version_and_a_bad_transfer_costs_one_epoch(
+    tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    async with Driver(config(), tmp_path) as driver:
+        await driver.event(EngineReady)
+        refits = Refits(driver)
+        await refits.load(1, seed=5, group="g1", fresh=True)
+        running = asyncio.create_task(generate(http, driver.url, 1, "rid-001", new=200))
+        await eventually(lambda: driver.shell._proxy.running == 1)
+        refits.request(2)
+        refits.offer(2, seed=6, spoil=True)
+        status, answer, headers = await running
+        assert (status, headers["x-sluice-version"], len(answer["output_ids"])) == (200, "101", 200)
+        await driver.event(EngineDrained, epoch=2)
+        started = refits.start(2, "g1", fresh=False)
+        await asyncio.to_thread(refits.sender.send, started, 20.0)
+        told = await driver.event(EngineFailed, epoch=2)
+        assert told.phase == "receive"
+        assert "shape" in told.reason
+
+        await refits.load(3, seed=7, group="g3", fresh=True)
+        assert (await generate(http, driver.url, 3, "rid-002"))[0] == 200
+        refits.sender.close()
+
+
+async def test_a_server_that_waits_for_an_absent_sender_is_replaced(tmp_path: Path) -> None:
+    async with Driver(config(), tmp_path) as driver:
+        await driver.event(EngineReady)
+        refits = Refits(driver)
+        refits.request(1)
+        refits.offer(1, seed=5)
+        await driver.event(EngineDrained, epoch=1)
+        refits.start(1, "g1", fresh=True)
+        await eventually(lambda: refits.awaits("g1"))
+        driver.publish(RefitFailed(epoch=1, version=101, phase="transfer", reason="the sender is gone"))
+        dead = await driver.event(EngineDead, boot=1)
+        assert "the server hangs after epoch 1 was given up" in dead.reason
+        await driver.ended()
+        process = driver.shell._server.process  # type: ignore[union-attr]
+    assert not process.alive  # type: ignore[union-attr]
+    async with Driver(config(), tmp_path, boot=2) as driver:
+        await driver.event(EngineReady, boot=2)
+
+
+async def test_a_server_that_can_not_start_says_why(tmp_path: Path) -> None:
+    settings = config()
+    settings = replace(settings, engine=replace(settings.engine, args=("--no-such-flag",)))
+    async with Driver(settings, tmp_path) as driver:
+        dead = await driver.event(EngineDead)
+        assert "the server exited with status 2" in dead.reason
+        assert "unrecognized arguments: --no-such-flag" in dead.reason
+        await driver.ended()

@@ -149,7 +149,7 @@ async def test_a_server_is_ready_when_it_answers_and_over_when_closed(tmp_path: 
         assert server.alive
         assert not (tmp_path / "port").exists()
         assert await server.client.weight_version(5) == "default"
-        group = server.process._process.pid  # type: ignore[union-attr]
+        group = server.process.pid  # type: ignore[union-attr]
     assert not server.alive
     assert not alive(group)
     assert log.read_text() == "listening\n"
@@ -205,7 +205,7 @@ async def test_the_environment_is_passed_on(tmp_path: Path) -> None:
 
 async def test_an_end_by_signal_is_told_by_name(tmp_path: Path) -> None:
     async with running(answering(tmp_path), None) as server:
-        os.kill(server.process._process.pid, signal.SIGSEGV)  # type: ignore[union-attr]
+        os.kill(server.process.pid, signal.SIGSEGV)  # type: ignore[union-attr]
         assert "ended by signal SIGSEGV" in await asyncio.wait_for(server.ended(), 10)
 
 
@@ -215,8 +215,7 @@ async def test_a_server_that_ignores_sigterm_is_killed_with_its_children(
     monkeypatch.setattr(server_module, "STOP_S", 0.2)
     log = tmp_path / "log"
     process = server_module.ServerProcess(Launch(script(FAMILY, "deaf"), {}), log)
-    await process.spawn()
-    group = process._process.pid  # type: ignore[union-attr]
+    group = process.pid
     async with asyncio.timeout(20):
         while not log.read_text():  # noqa: ASYNC110 - written by another process
             await asyncio.sleep(0.02)
