@@ -13,10 +13,11 @@ import aiohttp
 import pytest
 import torch
 from msgspec.structs import replace
+from torch.distributed import PrefixStore, TCPStore
 
 from actors.engine.torch_server.config import read_config
 from actors.engine.torch_server.weights import Weights
-from actors.refit.transports.gloo import GlooSender, _meeting_point
+from actors.refit.transports.gloo import GlooSender
 from config.schema import EngineConfig, GatewayConfig, ModelConfig, RefitConfig, RunConfig
 from contracts.events import (
     EngineDead,
@@ -96,6 +97,7 @@ class Refits:
             name, tensor = weights[-1]
             weights[-1] = (name, torch.cat((tensor, tensor)))
         offer = self.sender.offer(weights)
+        self._port = offer.port
         self.driver.publish(
             TransferOffered(
                 epoch=epoch,
@@ -139,8 +141,8 @@ class Refits:
 
     def awaits(self, group: str) -> bool:
         """The engine has come to the meeting point of a new group."""
-        assert self.sender._offered is not None
-        return _meeting_point(group, self.sender._offered.store).check(["0/1"])
+        store = TCPStore("127.0.0.1", self._port, is_master=False, wait_for_workers=False)
+        return PrefixStore("cpu/", PrefixStore(f"{group}/", PrefixStore(group, store))).check(["0/1"])
 
     async def load(self, epoch: int, seed: int, group: str, fresh: bool) -> None:
         """From the request to the commit."""
