@@ -1,0 +1,91 @@
+"""Real runs through the command line: real processes, Ray, the embedded broker, engines and trainer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+TINY = Path(__file__).parent / "tiny.yaml"
+PIPELINE = Path(sys.executable).parent / "pipeline"
+PATIENCE_S = 240.0
+"""Longest that any awaited event of a tiny run may take on a loaded machine."""
+
+
+class Run:
+    """One `pipeline up` in a process of its own."""
+
+    def __init__(self, run_dir: Path, *words: str, env: dict[str, str] | None = None) -> None:
+        self.path = run_dir
+        self.output = run_dir.parent / f"{run_dir.name}.out"
+        with self.output.open("ab") as sink:
+            self.process = subprocess.Popen(
+                [PIPELINE, "up", *words], stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}
+            )
+        self._deadline = time.monotonic() + PATIENCE_S
+
+    def events(self) -> list[dict]:
+        """Everything that the log holds by now."""
+        answer = subprocess.run([PIPELINE, "log", str(self.path)], capture_output=True, check=False)
+        return [msgspec.json.decode(line) for line in answer.stdout.splitlines()]
+
+    def wait_for(self, wanted: Callable[[list[dict]], bool]) -> list[dict]:
+        """The log as soon as `wanted(log)`."""
+        while True:
+            log = self.events() if (self.path / "events").exists() else []
+            if wanted(log):
+                return log
+            assert self.process.poll() is None, self.tail()
+            assert time.monotonic() < self._deadline, self.tail()
+            time.sleep(0.5)
+
+    def end(self) -> int:
+        """The exit code."""
+        try:
+            return self.process.wait(max(1.0, self._deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the run did not end:\n{self.tail()}")
+
+    def tail(self) -> str:
+        return self.output.read_text()[-4000:]
+
+    def verify(self) -> dict[str, int]:
+        """The checker's summary; fails with its findings if there are any."""
+        answer = subprocess.run([PIPELINE, "verify", str(self.path)], capture_output=True, text=True, check=False)
+        assert answer.returncode == 0, answer.stdout + answer.stderr
+        return {name: int(value) for name, value in (word.split("=") for word in answer.stdout.split())}
+
+    def kill(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+
+
+def steps(log: list[dict]) -> list[dict]:
+    return [event for event in log if event["kind"] == "step.finished"]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Start runs of the tiny recipe; whatever still runs at the end is killed."""
+    runs: list[Run] = []
+
+    def begin(*words: str, resume: Run | None = None, env: dict[str, str] | None = None) -> Run:
+        if resume is not None:
+            run = Run(resume.path, "--resume", str(resume.path), *words, env=env)
+        else:
+            path = tmp_path / f"run{len(runs)}"
+            run = Run(path, str(TINY), f"run_dir={path}", *words, env=env)
+        runs.append(run)
+        return run
+
+    yield begin
+    for run in runs:
+        run.kill()

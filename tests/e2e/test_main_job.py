@@ -1,0 +1,104 @@
+"""`pipeline up` trains, leaves what it promises, and survives what it must."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import Run, steps
+
+Start = Callable[..., Run]
+
+
+def test_a_run_trains_refits_and_leaves_everything_it_promises(start: Start):
+    run = start("steps=4")
+    assert run.end() == 0, run.tail()
+    summary = run.verify()
+    assert summary["steps"] == 4
+    assert summary["commits"] >= 4
+    assert summary["trained"] == 16
+    for name in ("events/index.json", "metrics.jsonl", "report.html", "config.yaml", "logs/trainer.jsonl"):
+        assert (run.path / name).stat().st_size > 0, name
+    assert list((run.path / "tensorboard").iterdir())
+    assert [p.name for p in sorted((run.path / "checkpoints").iterdir())][-1].endswith("step00000004")
+    log = run.events()
+    assert {event["body"]["digest"] for event in log if event["kind"] == "engine.loaded"} == {
+        event["body"]["digest"] for event in log if event["kind"] == "transfer.offered"
+    }
+    assert [event["body"]["version"] for event in steps(log)] == [1, 2, 3, 4]
+    assert "report.html" in run.output.read_text().splitlines()[-1]
+
+
+def test_the_synchronous_loop_trains_on_nothing_but_the_current_version(start: Start):
+    run = start("steps=3", "sync=true")
+    assert run.end() == 0, run.tail()
+    run.verify()
+    assert [event["body"]["metrics"]["staleness_max"] for event in steps(run.events())] == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "victim", ["collector-0", "buffer", "trainer", "refit", "gateway-0", "engine-0", "recorder", "source"]
+)
+def test_kill_9_of_one_actor_in_the_middle_costs_nothing_that_is_not_accounted_for(start: Start, victim: str):
+    run = start()
+    log = run.wait_for(lambda log: len(steps(log)) >= 2)
+    pid = [event["body"]["pid"] for event in log if event["kind"] == "actor.booted" and event["actor"] == victim][-1]
+    os.kill(pid, signal.SIGKILL)
+    assert run.end() == 0, run.tail()
+    summary = run.verify()
+    assert summary["steps"] == 8
+    boots = [event for event in run.events() if event["kind"] == "actor.booted" and event["actor"] == victim]
+    assert len(boots) >= 2, "the victim was not restarted"
+
+
+def test_ctrl_c_stops_in_order_and_resume_goes_on_where_it_stopped(start: Start):
+    run = start()
+    run.wait_for(lambda log: len(steps(log)) >= 2)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end() == 130, run.tail()
+    assert f"pipeline up --resume {run.path}" in run.output.read_text()
+    before = len(steps(run.events()))
+    again = start(resume=run)
+    assert again.end() == 0, again.tail()
+    summary = again.verify()
+    assert summary["steps"] == 8
+    assert before < 8
+
+
+def test_a_killed_driver_leaves_no_process_behind_and_the_run_can_be_resumed(start: Start):
+    run = start()
+    log = run.wait_for(lambda log: len(steps(log)) >= 2)
+    pids = {event["body"]["pid"] for event in log if event["kind"] == "actor.booted"}
+    run.kill()
+    deadline = time.monotonic() + 30
+    while left := [pid for pid in pids if _lives(pid)] + _mentions(run.path):
+        assert time.monotonic() < deadline, f"still alive: {left}"
+        time.sleep(0.2)
+    again = start(resume=run)
+    assert again.end() == 0, again.tail()
+    assert again.verify()["steps"] == 8
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+
+
+def _mentions(path: Path) -> list[int]:
+    """Processes (servers, supervisors) whose command line names the run directory."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                if str(path).encode() in (entry / "cmdline").read_bytes() and _lives(int(entry.name)):
+                    found.append(int(entry.name))
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+    return found
