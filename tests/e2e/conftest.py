@@ -13,6 +13,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from pipeline.eventlog import archived, render
+from pipeline.rundir import RunDir
+
 TINY = Path(__file__).parent / "tiny.yaml"
 PIPELINE = Path(sys.executable).parent / "pipeline"
 PATIENCE_S = 240.0
@@ -32,9 +35,8 @@ class Run:
         self._deadline = time.monotonic() + PATIENCE_S
 
     def events(self) -> list[dict]:
-        """Everything that the log holds by now."""
-        answer = subprocess.run([PIPELINE, "log", str(self.path)], capture_output=True, check=False)
-        return [msgspec.json.decode(line) for line in answer.stdout.splitlines()]
+        """Everything that the archive holds by now, as `pipeline log` prints it."""
+        return [msgspec.json.decode(render(*item)) for item in archived(RunDir.open(self.path))]
 
     def wait_for(self, wanted: Callable[[list[dict]], bool]) -> list[dict]:
         """The log as soon as `wanted(log)`."""
