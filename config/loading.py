@@ -1,8 +1,10 @@
 """From a recipe and `key=value` overrides to a checked `RunConfig`.
 
 Layers, later ones winning: the schema's defaults, the recipe that `extends` names (and what that one extends), the
-recipe, the overrides. Mappings are merged key by key, lists are replaced. Interpolations such as `${oc.env:HOME}` are
-resolved. Every problem found is reported at once, each as one sentence that names the key and the fix.
+recipe, the overrides. Mappings are merged key by key, lists are replaced; a layer that names another model.source or
+producer.name starts with empty model.params or producer.args, which were meant for the former one. Interpolations such
+as `${oc.env:HOME}` are resolved. Every problem found is reported at once, each as one sentence that names the key and
+the fix.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from config.schema import RunConfig
 
 RECIPES = Path(__file__).parent / "recipes"
 """The shipped recipes."""
+
+CHOICES = {"model.source": "model.params", "producer.name": "producer.args"}
+"""What is chosen by name -> the free-form settings that belong to the choice."""
 
 _KEY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
@@ -61,7 +66,7 @@ def load(recipe: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     path = find(recipe)
     changes = _parse(overrides)
-    merged = _resolve(OmegaConf.merge({"name": path.stem}, _layers(path), changes), path)
+    merged = _resolve(_merge(OmegaConf.merge({"name": path.stem}, _layers(path)), changes), path)
     _imply(merged, changes)
     return build(merged)
 
@@ -120,7 +125,15 @@ def _layers(path: Path, seen: tuple[Path, ...] = ()) -> DictConfig:
         raise ConfigError(f"{path}: extends={parent!r}, expected the name or the path of one recipe")
     nearby = path.parent / parent
     base = _layers(nearby if nearby.is_file() else find(parent), (*seen, path.resolve()))
-    merged = OmegaConf.merge(base, own)
+    return _merge(base, own)
+
+
+def _merge(base: Any, layer: DictConfig) -> DictConfig:
+    for choice, belongings in CHOICES.items():
+        chosen = OmegaConf.select(layer, choice)
+        if chosen is not None and chosen != OmegaConf.select(base, choice) and OmegaConf.select(base, belongings):
+            OmegaConf.update(base, belongings, {}, merge=False)
+    merged = OmegaConf.merge(base, layer)
     assert isinstance(merged, DictConfig)
     return merged
 

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from actors import registry
 from actors.recorder.metrics import Row
-from actors.recorder.ordering import advance, settled
+from actors.recorder.ordering import START, advance, settled
 from config.schema import RunConfig
 from contracts.core import Clock
 from contracts.envelope import STREAM_OF, STREAMS, Envelope, decode, encode
@@ -86,7 +86,7 @@ class Driver:
     # --- watching ---
 
     async def _follow(self, cursors: dict[str, str]) -> None:
-        cursors = {stream: cursors.get(stream, "0-0") for stream in STREAMS}
+        cursors = {stream: cursors.get(stream, START) for stream in STREAMS}
         while True:
             found = settled(await self._bus.read_after(cursors, count=PAGE, block_ms=BLOCK_MS), PAGE)
             cursors = advance(cursors, found)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from actors.recorder import archive
-from actors.recorder.ordering import advance, settled
+from actors.recorder.ordering import START, advance, settled
 from contracts.core import Entry
 from contracts.envelope import STREAMS, Envelope, decode
 from contracts.events import Event, RunFinished, TaskIssued, kind
@@ -22,6 +22,7 @@ from pipeline.rundir import RunDir
 
 PAGE = 512
 BLOCK_MS = 1000
+CONNECT_S = 3.0
 
 
 class Filter(msgspec.Struct, frozen=True):
@@ -99,11 +100,11 @@ async def _live(run: RunDir, last: dict[str, str]) -> AsyncGenerator[Entry]:
     if not url:
         raise PipelineError(f"{run.path} does not say which store it used: set REDIS_URL", Exit.BROKER)
     try:
-        bus = await Bus.connect(url, info.run, actor="log")
+        bus = await Bus.connect(url, info.run, actor="log", connect_s=CONNECT_S)
     except BusError as error:
         raise PipelineError(f"the run is not live: {error}", Exit.BROKER) from error
     try:
-        cursors = {stream: last.get(stream, "0-0") for stream in STREAMS}
+        cursors = {stream: last.get(stream, START) for stream in STREAMS}
         while True:
             found = settled(await bus.read_after(cursors, count=PAGE, block_ms=BLOCK_MS), PAGE)
             cursors = advance(cursors, found)

@@ -67,7 +67,7 @@ def _shared() -> list[Any]:
 
 def _handler(handler: logging.Handler, *, json: bool) -> logging.Handler:
     if json:
-        render: list[Any] = [structlog.processors.format_exc_info, _redact, structlog.processors.JSONRenderer()]
+        render: list[Any] = [structlog.processors.format_exc_info, _redact, _order, structlog.processors.JSONRenderer()]
     else:
         render = [_redact, structlog.dev.ConsoleRenderer()]
     handler.setFormatter(
@@ -83,6 +83,12 @@ def _redact(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[
     for key, value in event.items():
         event[key] = _clean(value)
     return event
+
+
+def _order(_: Any, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """When, how grave and what come first."""
+    first = {key: event[key] for key in ("timestamp", "level", "event") if key in event}
+    return {**first, **event}
 
 
 def _clean(value: Any) -> Any:

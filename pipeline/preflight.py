@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 from importlib.metadata import entry_points
@@ -43,6 +44,12 @@ def check(config: RunConfig) -> None:
 
 def _model(config: RunConfig) -> None:
     source = config.model.source
+    if source != "random" and config.model.params:
+        raise PipelineError(
+            f"model.params belong to model.source=random; model.source={source} takes none: remove "
+            f"{', '.join(config.model.params)}",
+            Exit.USAGE,
+        )
     if source == "random":
         from actors.models import ModelError, random_model
 
@@ -91,7 +98,8 @@ def _port(config: RunConfig) -> None:
         with socket.create_server((host, port)):
             pass
     except OSError as error:
+        why = os.strerror(error.errno or 0)
         raise PipelineError(
-            f"gateway.port={port} on network.host={host}: {error.strerror}; choose another port, or 0 for any free one",
+            f"gateway.port={port} on network.host={host}: {why}; choose another port, or 0 for any free one",
             Exit.MISSING,
         ) from error

@@ -17,7 +17,7 @@ WIDTH = 40
 
 def reporter(config: RunConfig, log: Any) -> Live | Lines:
     """The one that fits standard output."""
-    return Live(config) if sys.stdout.isatty() else Lines(config, log)
+    return Live(config, log) if sys.stdout.isatty() else Lines(config, log)
 
 
 class Lines:
@@ -87,13 +87,14 @@ def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
 
 
 class Live:
-    """A panel that is redrawn in place; notes scroll above it."""
+    """A panel that is redrawn in place; notes scroll above it, and go to `log`."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, log: Any) -> None:
         from rich.console import Console
         from rich.live import Live as Panel
 
         self._config = config
+        self._log = log
         self._console = Console()
         self._panel = Panel(console=self._console, refresh_per_second=8, transient=False)
 
@@ -105,15 +106,18 @@ class Live:
         self._panel.stop()
 
     def step(self, row: Row, view: View, now: float) -> None:
+        self._log.info("step", **summary(row, view, now), steps=self._config.steps)
         self.update(view, now)
 
     def update(self, view: View, now: float) -> None:
         self._panel.update(panel(self._config, view, now))
 
     def note(self, message: str, **fields: object) -> None:
+        self._log.info(message, **fields)
         self._print(message, fields, "dim")
 
     def error(self, message: str, **fields: object) -> None:
+        self._log.error(message, **fields)
         self._print(message, fields, "bold red")
 
     def _print(self, message: str, fields: dict[str, object], style: str) -> None:

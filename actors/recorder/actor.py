@@ -13,7 +13,7 @@ from actors import registry
 from actors.recorder.archive import ArchiveBusy, Writer, read
 from actors.recorder.core import OWN_JOURNAL, Appended, Flush, Flushed, Follow, RecorderCore, Recovered, Trim
 from actors.recorder.metrics import Steps, Table, TensorBoard
-from actors.recorder.ordering import advance, settled
+from actors.recorder.ordering import START, advance, settled
 from config.schema import RunConfig
 from contracts.core import Context, Entry, Fatal, PayloadGone
 from contracts.envelope import STREAMS, ContractError, Envelope, decode
@@ -110,8 +110,8 @@ class RecorderShell:
     async def _follow(self) -> None:
         deliver = self._context.deliver
         deliver(Recovered({**self._events.last, **self._history.last}))
-        events = {stream: self._events.last.get(stream, "0-0") for stream in STREAMS}
-        journals = {stream: self._history.last.get(stream, "0-0") for stream in self._journals}
+        events = {stream: self._events.last.get(stream, START) for stream in STREAMS}
+        journals = {stream: self._history.last.get(stream, START) for stream in self._journals}
         while True:
             block_ms = 0 if self._complete else BLOCK_MS
             found = settled(await self._context.store.read_after(events, PAGE, block_ms), PAGE)

@@ -16,7 +16,7 @@ from pathlib import Path
 import msgspec
 import zstandard
 
-from actors.recorder.ordering import order
+from actors.recorder.ordering import number
 from contracts.core import Entry
 
 LEVEL = 3
@@ -94,7 +94,7 @@ class Writer:
 
     def append(self, stream: str, entry: str, data: bytes) -> bool:
         """Take one record, in memory until `flush`; False if it is archived already."""
-        if stream in self.last and order(entry) <= order(self.last[stream]):
+        if stream in self.last and number(entry) <= number(self.last[stream]):
             return False
         self.last[stream] = entry
         self._pending.append(_Record(stream, entry, data))

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from actors.recorder.ordering import order
+from actors.recorder.ordering import START, number
 from config.schema import RecorderConfig
 from contracts.core import Booted, Emit
 from contracts.events import ActorFailed
@@ -132,9 +132,9 @@ class RecorderCore:
     def _compare(self, state: State, recovered: Recovered) -> Sequence[Any]:
         """An archive that ends before what was once durable has lost records."""
         behind = {
-            stream: (recovered.last.get(stream, "0-0"), entry)
+            stream: (recovered.last.get(stream, START), entry)
             for stream, entry in state.cursors.items()
-            if order(recovered.last.get(stream, "0-0")) < order(entry)
+            if number(recovered.last.get(stream, START)) < number(entry)
         }
         if not behind:
             return ()

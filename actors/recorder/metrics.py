@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from actors.registry import kind_of
 from contracts import events
 from contracts.envelope import Envelope
 from contracts.events import Event
@@ -182,7 +183,7 @@ class Steps:
             case events.ActorBooted(boot=boot) if boot > 1:
                 self._totals["restarts"] += 1
             case events.WaitEnded() as wait:
-                who = f"{wait.actor}/{wait.on}"
+                who = waiting(wait.actor, wait.on)
                 self._waits[who] = self._waits.get(who, 0.0) + wait.seconds
             case events.StepFinished() as step:
                 return self._row(step, wall)
@@ -220,6 +221,12 @@ class Steps:
         self._refit, self._eval, self._generated, self._last_wall = None, None, 0, wall
         self._waits.clear()
         return row
+
+
+def waiting(actor: str, on: str) -> str:
+    """Who waits for whom, by kinds: `refit` on `engine-0,engine-1,trainer` is `refit/engine+trainer`."""
+    kinds = sorted({kind_of(name.strip()) for name in on.split(",")})
+    return f"{kind_of(actor)}/{'+'.join(kinds)}"
 
 
 def contents(batch: events.BatchReady) -> Batch:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import structlog
 
-from actors.recorder.ordering import order
+from actors.recorder.ordering import number
 from contracts.core import Entry, PayloadGone
 from contracts.envelope import STREAM_OF, Envelope, encode
 from contracts.events import Event
@@ -76,7 +76,7 @@ class Log:
 
     def events(self) -> list[Entry]:
         found = [e for name, stream in self.streams.items() if not name.startswith("journal:") for e in stream]
-        return sorted(found, key=lambda e: order(e.entry))
+        return sorted(found, key=lambda e: number(e.entry))
 
     # --- store ---
 
@@ -88,13 +88,13 @@ class Log:
         await asyncio.sleep(0)
         found: list[Entry] = []
         for stream, cursor in cursors.items():
-            found += [e for e in self.streams[stream] if order(e.entry) > order(cursor)][:count]
+            found += [e for e in self.streams[stream] if number(e.entry) > number(cursor)][:count]
         return found
 
     async def trim(self, stream: str, floor: str) -> int:
         self.trimmed[stream] = floor
         before = len(self.streams[stream])
-        self.streams[stream] = [e for e in self.streams[stream] if order(e.entry) >= order(floor)]
+        self.streams[stream] = [e for e in self.streams[stream] if number(e.entry) >= number(floor)]
         return before - len(self.streams[stream])
 
     # --- context ---

@@ -48,12 +48,12 @@ def test_a_record_is_archived_once(tmp_path: Path) -> None:
     writer = Writer(tmp_path, 0.0)
     fill(writer, entries(3))
     assert not writer.append("policy", "1002-0", b"again")
-    assert not writer.append("policy", "999-7", b"older")
-    assert writer.append("policy", "1002-1", b"same millisecond")
+    assert not writer.append("policy", "999-0", b"older")
+    assert writer.append("policy", "1003-0", b"new")
     writer.close(0.0)
     writer = Writer(tmp_path, 0.0)
-    assert writer.last == {"policy": "1002-1"}
-    assert not writer.append("policy", "1002-1", b"again")
+    assert writer.last == {"policy": "1003-0"}
+    assert not writer.append("policy", "1003-0", b"again")
     writer.close(0.0)
     assert len(list(read(tmp_path))) == 4
 

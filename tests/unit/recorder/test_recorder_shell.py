@@ -168,7 +168,7 @@ async def test_payloads_can_be_left_out(log: Any) -> None:
     await shell.perform(Flush(rotate=True))
     await shell.close()
     assert payloads(Path(log.run_dir) / "payloads") == {}
-    assert not (Path(log.run_dir) / "tensorboard").exists()  # noqa: ASYNC240
+    assert not (Path(log.run_dir) / "tensorboard").exists()
 
 
 async def test_metrics_hold_reward_staleness_and_policy_metrics(log: Any) -> None:

@@ -1,0 +1,309 @@
+"""The command line: each kind of failure has its message and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from story import Story, trained
+
+from contracts import events
+from contracts.core import Fatal
+from pipeline import cli, single
+from pipeline.errors import Exit
+from pipeline.rundir import RunDir
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("REDIS_URL", raising=False)
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(cli.main, list(words))
+
+
+def process(words: Sequence[str], cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "pipeline", *words]
+    return subprocess.run(
+        command, cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+# --- help, recipes, version ---
+
+
+def test_help_is_quick_and_loads_nothing_heavy(tmp_path: Path) -> None:
+    heavy = {"torch", "ray", "redis", "transformers", "plotly", "omegaconf", "structlog", "rich", "aiohttp", "numpy"}
+    program = (
+        "import sys; from pipeline.cli import main\n"
+        "try: main(['--help'])\n"
+        f"except SystemExit: print(sorted(set(sys.modules) & {heavy!r}))\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+    for command in ("up", "recipes", "actor", "log", "report", "version"):
+        assert f"\n  {command} " in done.stdout
+
+
+def test_recipes_are_listed_with_a_line_each() -> None:
+    result = call("recipes")
+    assert result.exit_code == 0
+    lines = result.output.splitlines()
+    assert any(line.startswith("quickstart ") and "GRPO" in line for line in lines)
+    assert any(line.startswith("smollm2-cpu ") for line in lines)
+
+
+def test_versions_are_printed() -> None:
+    assert "sluice-rl 0.1.0" in call("version").output
+
+
+# --- up, refused ---
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["up", "quikstart"], Exit.USAGE, "no recipe 'quikstart'; did you mean quickstart?"),
+        (["up", "nowhere.yaml"], Exit.USAGE, "no such file"),
+        (["up", "trainer.lrr=1"], Exit.USAGE, "did you mean trainer.lr?"),
+        (["up", "quickstart", "steps=many"], Exit.USAGE, "steps='many': expected a whole number"),
+        (["up", "quickstart", "steps"], Exit.USAGE, "expected key=value"),
+        (["up", "model.source=/nowhere"], Exit.MISSING, "model.source=/nowhere: it is not a directory"),
+        (["up", "model.source=here", "model.params.layers=2"], Exit.USAGE, "takes none: remove layers"),
+        (["up", "model.source=package:no-such-thing"], Exit.MISSING, "pip install no-such-thing"),
+        (["up", "model.params.heads=3"], Exit.USAGE, "model.params.width=128 is not an even multiple of heads=3"),
+        (["up", "producer.name=nothing"], Exit.MISSING, "producer.name='nothing' is not installed; known: "),
+        (["up", "engine.python=/no/python"], Exit.MISSING, "engine.python=/no/python: no such program"),
+        (
+            ["up", "network.host=203.0.113.1", "gateway.port=7"],
+            Exit.MISSING,
+            "gateway.port=7 on network.host=203.0.113.1",
+        ),
+        (["up", "--resume", "nothing"], Exit.USAGE, "no run 'nothing'"),
+        (["up", "--nonsense"], Exit.USAGE, "No such option"),
+        (["report", "nothing"], Exit.USAGE, "no run 'nothing'"),
+        (["log"], Exit.USAGE, "no run under runs/ yet"),
+        (["actor", "buffer"], Exit.USAGE, "no run under runs/ yet"),
+        (["actor"], Exit.USAGE, "Missing argument"),
+        (["nonsense"], Exit.USAGE, "No such command"),
+    ],
+)
+def test_what_can_not_be_run_is_refused_with_its_code(words: list[str], code: Exit, message: str) -> None:
+    result = call(*words)
+    assert (result.exit_code, message in result.output) == (code, True), result.output
+    assert not Path("runs").exists()
+
+
+def test_a_model_directory_without_a_configuration_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    result = call("up", "model.source=model")
+    assert result.exit_code == Exit.MISSING
+    assert f"model.source={tmp_path / 'model'}: it has no config.json" in result.output
+
+
+def test_a_port_that_is_taken_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = call("up", f"gateway.port={taken.getsockname()[1]}")
+    assert result.exit_code == Exit.MISSING
+    assert "Address already in use; choose another port" in result.output
+
+
+def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    result = call("up", "run_dir=full")
+    assert result.exit_code == Exit.USAGE
+    assert "is not empty" in result.output
+
+
+def test_an_unreachable_store_is_refused_within_its_deadline_without_its_password(tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = process(
+        ["up", "run_dir=run", "broker.start_deadline_s=1"], tmp_path, REDIS_URL="redis://me:hunter2@127.0.0.1:1/0"
+    )
+    assert done.returncode == Exit.BROKER
+    assert "REDIS_URL=redis://me:***@127.0.0.1:1/0" in done.stderr
+    assert "hunter2" not in done.stdout + done.stderr
+    assert time.monotonic() - began < 30
+    malformed = process(["up", "run_dir=run2"], tmp_path, REDIS_URL="http://x")
+    assert malformed.returncode == Exit.BROKER
+    assert "Accepted forms: redis://" in malformed.stderr
+
+
+def test_a_stray_module_beside_the_caller_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.py").write_text("raise SystemExit(99)\n")
+    assert process(["recipes"], tmp_path).returncode == Exit.DONE
+    command = [sys.executable, "-m", "pipeline", "recipes"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == Exit.MISSING
+    assert f"the package 'config' resolves to {tmp_path / 'config.py'}" in done.stderr
+
+
+# --- resume ---
+
+
+def test_a_complete_run_is_not_started_again(make_run: Callable[..., RunDir]) -> None:
+    story = trained(2)
+    story.add(events.TrainingFinished(version=2, step=2))
+    story.add(events.RunFinished(reason="trained"))
+    run = make_run(story)
+    result = call("up", "--resume", str(run.path))
+    assert result.exit_code == Exit.DONE, result.output
+    assert "trained 2 steps" in result.output
+    assert run.report.exists()
+
+
+def test_a_resumed_run_keeps_its_settings(make_run: Callable[..., RunDir]) -> None:
+    run = make_run(trained(2))
+    result = call("up", "--resume", str(run.path), "launch.restarts=3", "steps=900")
+    assert result.exit_code == Exit.USAGE
+    assert "leave out steps=900" in result.output
+    assert "leave out 'quickstart'" in call("up", "quickstart", "--resume", str(run.path)).output
+
+
+def test_a_live_run_is_not_resumed(make_run: Callable[..., RunDir]) -> None:
+    run = make_run(trained(2))
+    run.lock()
+    assert "belongs to a run that is live" in call("up", "--resume", str(run.path)).output
+    run.unlock()
+
+
+# --- log ---
+
+
+def test_events_are_printed_in_order_and_filtered(make_run: Callable[..., RunDir]) -> None:
+    story = trained(2)
+    run = make_run(story)
+    every = [json.loads(line) for line in call("log", str(run.path)).output.splitlines()]
+    assert [line["entry"] for line in every] == [f"{n}-0" for n in range(1, len(story.log) + 1)]
+    task = next(line for line in every if line["kind"] == "task.issued")
+    assert task["body"]["payload"] == {}
+    assert task["at"].startswith("1970-01-01T00:16:")
+    assert [json.loads(x)["body"]["version"] for x in _log(run, "--kind", "refit.c*")] == [0, 1, 2]
+    assert {json.loads(x)["stream"] for x in _log(run, "--stream", "policy", "--stream", "fleet")} == {
+        "policy",
+        "fleet",
+    }
+    assert _log(run, "--actor", "nobody") == []
+    assert len(_log(run, "--actor", "test")) == len(story.log)
+
+
+def _log(run: RunDir, *words: str) -> list[str]:
+    result = call("log", str(run.path), *words)
+    assert result.exit_code == 0
+    return result.output.splitlines()
+
+
+def test_an_unknown_stream_is_refused_with_the_known_ones(make_run: Callable[..., RunDir]) -> None:
+    result = call("log", str(make_run(Story()).path), "--stream", "refits")
+    assert result.exit_code == Exit.USAGE
+    assert "streams are tasks, trajectories" in result.output
+
+
+def test_following_a_finished_run_ends(make_run: Callable[..., RunDir]) -> None:
+    story = trained(1)
+    story.add(events.RunFinished(reason="done"))
+    assert len(_log(make_run(story), "--follow")) == len(story.log)
+
+
+def test_following_a_run_without_a_store_is_refused(make_run: Callable[..., RunDir]) -> None:
+    run = make_run(trained(1))
+    result = call("log", str(run.path), "--follow")
+    assert result.exit_code == Exit.BROKER
+    assert "does not say which store it used" in result.output
+    run.update(redis_url=f"unix://{run.path}/none.sock")
+    assert "the run is not live" in call("log", str(run.path), "--follow").output
+
+
+def test_a_damaged_archive_is_named(make_run: Callable[..., RunDir]) -> None:
+    run = make_run(trained(1))
+    (run.events / "000001.zst").unlink()
+    result = call("log", str(run.path))
+    assert result.exit_code == Exit.FAILED
+    assert "000001.zst is missing" in result.output
+
+
+# --- report and actor ---
+
+
+def test_a_report_is_written_from_the_archive(make_run: Callable[..., RunDir]) -> None:
+    run = make_run(trained(3))
+    result = call("report", str(run.path))
+    assert (result.exit_code, result.output.strip()) == (0, str(run.report))
+    empty = call("report", str(make_run(Story(), "empty").path))
+    assert empty.exit_code == Exit.FAILED
+    assert "no finished training step" in empty.output
+
+
+def test_an_actor_needs_to_know_its_store(make_run: Callable[..., RunDir]) -> None:
+    run = make_run(Story())
+    result = call("actor", "buffer", "--run", str(run.path))
+    assert result.exit_code == Exit.BROKER
+    assert "set REDIS_URL" in result.output
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "message"),
+    [
+        ("done", Exit.DONE, ""),
+        ("fenced", Exit.FAILED, "a later start of it has taken over"),
+        (Fatal("no model"), Exit.FAILED, "buffer: no model"),
+    ],
+)
+def test_how_an_actor_left_is_its_exit_code(
+    make_run: Callable[..., RunDir],
+    monkeypatch: pytest.MonkeyPatch,
+    outcome: str | Exception,
+    code: Exit,
+    message: str,
+) -> None:
+    run = make_run(Story())
+    run.update(redis_url="unix:///x")
+    calls: list[tuple[object, ...]] = []
+
+    def run_actor(*args: object) -> str:
+        calls.append(args)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr("pipeline.runtime.run_actor", run_actor)
+    result = call("actor", "buffer", "--run", str(run.path))
+    assert result.exit_code == code
+    assert message in result.output
+    assert calls == [("buffer", "unix:///x", run.info().run, run.path)]
+
+
+def test_an_actor_without_its_store_or_of_unknown_name_is_refused(
+    make_run: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from actors.registry import UnknownActor
+    from pipeline.bus import BusUnavailable
+
+    run = make_run(Story())
+    run.update(redis_url="unix:///x")
+    for error, code in ((UnknownActor("no actor 'x'"), Exit.USAGE), (BusUnavailable("gone"), Exit.BROKER)):
+
+        def fail(*_: object, error: Exception = error) -> str:
+            raise error
+
+        monkeypatch.setattr("pipeline.runtime.run_actor", fail)
+        assert call("actor", "x", "--run", str(run.path)).exit_code == code
+
+
+def test_an_interrupted_command_has_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(single, "run", interrupt)
+    assert call("actor", "buffer").exit_code == Exit.INTERRUPTED

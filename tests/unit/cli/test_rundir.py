@@ -1,0 +1,129 @@
+"""A run directory belongs to one driver at a time, and is found by what a person types."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from story import Story
+
+from config import loading
+from pipeline import rundir
+from pipeline.errors import Exit, PipelineError
+from pipeline.rundir import FOLDERS, RunDir, RunInfo
+
+CONFIG = loading.load("quickstart")
+
+
+def info(name: str = "demo") -> RunInfo:
+    return rundir.describe(name, CONFIG, "digest")
+
+
+def create(path: Path | None) -> RunDir:
+    return RunDir.create(path, info(), "steps: 3\n")
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(PipelineError) as caught:
+        call()
+    assert caught.value.code is Exit.USAGE
+    return str(caught.value)
+
+
+def test_a_new_run_has_its_folders_configuration_and_facts(tmp_path: Path) -> None:
+    run = create(tmp_path / "deep" / "down" / "run")
+    assert {path.name for path in run.path.iterdir()} == {"run.json", "config.yaml", "lock", *FOLDERS}
+    found = run.info()
+    assert found.run.startswith("demo-")
+    assert found.pid == os.getpid()
+    assert found.versions["python"] == sys.version.split()[0]
+    assert {"sluice-rl", "ray", "torch"} <= found.versions.keys()
+    assert found.config["steps"] == CONFIG.steps
+    assert (run / "config.yaml").read_text() == "steps: 3\n"
+
+
+def test_ids_of_runs_differ_even_within_a_second() -> None:
+    assert len({info().run for _ in range(20)}) > 1
+
+
+def test_an_empty_directory_may_be_used_and_another_may_not(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    create(tmp_path / "empty")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    assert "is not empty: choose an empty or a new directory" in refusal(lambda: create(tmp_path / "full"))
+    (tmp_path / "file").touch()
+    assert "run_dir=" in refusal(lambda: create(tmp_path / "file"))
+
+
+def test_a_directory_that_can_not_be_made_is_refused_with_the_reason() -> None:
+    assert "run_dir=/proc/none/run: " in refusal(lambda: create(Path("/proc/none/run")))
+
+
+def test_the_directory_of_a_live_run_is_refused_and_that_of_a_dead_one_can_be_resumed(tmp_path: Path) -> None:
+    program = (
+        "import sys, time; from pathlib import Path\n"
+        "from pipeline import rundir; from pipeline.rundir import RunDir\n"
+        "run = RunDir.create(Path(sys.argv[1]), rundir.describe('x', {}, ''), '')\n"
+        "print(run.info().pid, flush=True); time.sleep(600)\n"
+    )
+    path = tmp_path / "run"
+    other = subprocess.Popen([sys.executable, "-c", program, str(path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert other.stdout is not None
+        pid = other.stdout.readline().strip()
+        assert f"belongs to a run that is live (process {pid})" in refusal(lambda: create(path))
+        assert f"process {pid}" in refusal(RunDir.open(path).lock)
+    finally:
+        other.send_signal(signal.SIGKILL)
+        other.wait()
+        other.stdout.close()
+    assert f"holds an earlier run: go on with `pipeline up --resume {path}`" in refusal(lambda: create(path))
+    RunDir.open(path).lock()
+
+
+def test_an_unfinished_draft_of_a_run_can_be_used_again(tmp_path: Path) -> None:
+    run = create(tmp_path / "run")
+    run.unlock()
+    (run / "run.json").unlink()
+    assert create(tmp_path / "run").info().name == "demo"
+
+
+def test_runs_are_found_by_path_by_name_and_by_being_newest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_run: Callable[..., RunDir]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "no run under runs/ yet" in refusal(lambda: RunDir.find(None))
+    first, second = create(None), create(None)
+    assert first.path.parent == second.path.parent == tmp_path / "runs"
+    first.write(info("older"))
+    second.write(info("newer"))
+    newest = max((first, second), key=lambda run: run.info().created)
+    assert RunDir.find(None).path == newest.path
+    assert RunDir.find(first.path.name).path == first.path
+    assert RunDir.find(str(second.path)).path == second.path
+    elsewhere = make_run(Story(), "elsewhere")
+    assert RunDir.find("elsewhere").path == elsewhere.path
+    assert f"did you mean {first.path.name}?" in refusal(lambda: RunDir.find(first.path.name[:-1] + "x"))
+    (tmp_path / "nothing").mkdir()
+    assert "holds no run" in refusal(lambda: RunDir.find("nothing"))
+
+
+def test_damaged_facts_are_an_error_that_names_the_file(tmp_path: Path) -> None:
+    run = create(tmp_path / "run")
+    (run / "run.json").write_text("{")
+    assert str(run / "run.json") in refusal(run.info)
+
+
+def test_facts_are_replaced_whole(tmp_path: Path) -> None:
+    run = create(tmp_path / "run")
+    run.update(ended="done", redis_url="unix:///x")
+    assert json.loads((run / "run.json").read_text())["ended"] == "done"
+    assert run.info().redis_url == "unix:///x"
+    assert not list(run.path.glob(".run.json*"))

@@ -1,0 +1,8 @@
+"""Makes `story` importable for the tests of folds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
