@@ -329,7 +329,7 @@ class EngineShell:
         return digest(ranks[0]) if ranks else ""
 
     async def _resume(self, command: Resume) -> Resumed | ServerDead:
-        self._held_at = self._monotonic()
+        self._held_at, self._lapse_told = self._monotonic(), False
         await self._read_lease()
         try:
             await self._client.resume(CALL_S)

@@ -43,6 +43,7 @@ from contracts.events import (
     WaitEnded,
     WaitStarted,
 )
+from pipeline.runtime.journal import Journal
 from tests.unit.engine.world import (
     BUCKETS,
     ME,
@@ -151,6 +152,21 @@ def test_a_boot_that_served_is_not_held_against_the_next() -> None:
     run = Run(using=EngineCore(ME, EngineConfig(restarts=0), RefitConfig()))
     run.feed(*TO_DEAD)
     assert run.feed(Booted(BOOT + 1)) == [StartServer(0.0)]
+
+
+def test_a_restart_folds_the_journal_to_the_same_state() -> None:
+    run = Run()
+    journal = Journal(run.core)
+    records = []
+    second = (requested(2, BOOT), offered(2), DrainFailed(2, "e", "r"))
+    third = (requested(3, BOOT), offered(3), Drained(3, 0.0), started(3, BOOT), LoadFailed(3, "join", "e", "r"))
+    for seq, input in enumerate((*TO_LAPSED, LeaseRenewed(1), *second, *third, ServerDead("r")), start=1):
+        taken = delivered(input) if isinstance(input, Record) else input
+        run.state, commands = run.core.step(run.state, taken, float(seq))
+        records.append(journal.record(seq, float(seq), taken, commands))
+    assert journal.fold(None, records) == (len(records), run.state)
+    snapshot = journal.snapshot(run.state)
+    assert journal.fold((len(records), snapshot), records) == (len(records), run.state)
 
 
 # --- the drain -------------------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ import pytest
 from msgspec.structs import replace
 
 from actors.engine import actor as actor_module
+from actors.engine import server as server_module
 from actors.engine.actor import EngineShell, ServerGone, build
-from actors.engine.server import Server, attach
+from actors.engine.server import Launch, Server, ServerError, attach
 from actors.engine.state import EngineState, Exit
 from config.schema import EngineConfig, GatewayConfig, LaunchConfig, NetworkConfig, RefitConfig, RunConfig
 from contracts.core import Fatal
@@ -386,11 +387,12 @@ async def test_an_outage_of_the_store_ends_serving_and_its_end_renews_the_lease(
 
 async def test_a_commit_that_the_store_does_not_confirm_is_not_served(benches: Benches) -> None:
     async with benches(config(lease_s=1.0)) as bench:
-        await bench.load(1)
-        bench.driver.publish(committed(1, 1))
-        bench.driver.registers["committed"] = 0
-        await bench.driver.mode("lapsed")
-        assert (await bench.generate(1))[0] == 409
+        for epoch in (1, 2):
+            await bench.load(epoch, f"g{epoch}")
+            bench.driver.publish(committed(epoch, 1))
+            bench.driver.registers["committed"] = 0
+            await bench.driver.mode("lapsed")
+            assert (await bench.generate(epoch))[0] == 409
 
 
 # --- the server's life -----------------------------------------------------------------------------------------------
@@ -471,6 +473,30 @@ async def test_settings_that_can_not_work_are_fatal(tmp_path: Path) -> None:
     await shell.close()
     with pytest.raises(Fatal, match="too many"):
         await shell.perform(Exit("too many", fatal=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "module"), [("torch", "actors.engine.torch_server"), ("sglang", "sglang.launch_server")]
+)
+async def test_a_server_is_launched_for_the_model_with_a_log_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, module: str
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    launched: list[tuple[Launch, Path | None, float]] = []
+
+    async def start(launch: Launch, log: Path | None, deadline_s: float) -> Server:
+        launched.append((launch, log, deadline_s))
+        raise ServerError("as far as this test goes")
+
+    monkeypatch.setattr(server_module, "start", start)
+    settings = config(kind=kind)
+    settings = replace(settings, model=replace(settings.model, source=str(tmp_path)))
+    async with Driver(settings, tmp_path / "run") as driver:
+        await driver.event(EngineDead, reason="as far as this test goes")
+    ((launch, log, deadline_s),) = launched
+    assert module in launch.command
+    assert str(tmp_path) in launch.command
+    assert (log, deadline_s) == (tmp_path / "run" / "logs" / "engine-0.server.log", 5.0)
 
 
 async def test_an_unknown_model_is_fatal(tmp_path: Path) -> None:
