@@ -45,8 +45,8 @@ def main(argv: list[str] | None = None) -> int:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # threads that spin between two operations starve whoever shares the cores; read once, when torch is loaded
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # a failed NCCL collective raises in the caller instead of ending the process
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
+    # a failed NCCL collective first answers its caller; torch's own watchdog would end the process before that
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     from actors.engine.torch_server.serve import serve
 
     return asyncio.run(serve(args))

@@ -15,7 +15,7 @@ from aiohttp import web
 from actors.engine.torch_server import protocol
 from actors.engine.torch_server.gate import Gate, GateBusy
 from actors.engine.torch_server.generation import ABORTED, Generation
-from actors.engine.torch_server.groups import GroupError, Groups, Incoming
+from actors.engine.torch_server.groups import GroupError, GroupLost, Groups, Incoming
 from actors.engine.torch_server.protocol import Limits, SchemaError, Ticket
 from actors.engine.torch_server.sampling import BadRequest
 from actors.engine.torch_server.scheduler import Scheduler
@@ -64,7 +64,7 @@ class Server:
                 ticket.wake.set()
 
     def _fail(self, error: BaseException) -> None:
-        log.critical("the scheduler ended", exc_info=error)
+        log.critical("the engine can't go on", exc_info=error)
         self.failure = error
         self.stopped.set()
 
@@ -265,7 +265,11 @@ class Server:
         if body.abort_all_requests:
             await self._abort(None)
         async with self.gate.exclusive(self.groups.timeout.total_seconds()):
-            return await self._on_comm(lambda: self._receive(body, incoming))
+            try:
+                return await self._on_comm(lambda: self._receive(body, incoming))
+            except GroupLost as error:
+                self._fail(error)
+                raise
 
     def _receive(self, body: protocol.Update, incoming: list[Incoming]) -> int:
         """On the groups' thread: at most one update's tensors are held besides the model's."""

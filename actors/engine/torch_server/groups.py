@@ -32,6 +32,10 @@ class GroupError(RuntimeError):
     """Joining, receiving or leaving failed: names the group and the cause."""
 
 
+class GroupLost(GroupError):
+    """A receive through NCCL failed: its kernel still waits on the GPU, so only a new process is sure to work."""
+
+
 @dataclass(frozen=True, slots=True)
 class Incoming:
     """One parameter to receive: its name, dtype and shape as the sender declares them."""
@@ -98,34 +102,49 @@ class Groups:
     def receive(self, name: str, incoming: Sequence[Incoming], bucket: bool) -> list[tuple[str, torch.Tensor]]:
         """The named tensors rank 0 broadcasts: one by one, or as one bucket of bytes in the order given.
 
-        Raises `GroupError` when the group is unknown or the sender left, dawdled or disagrees on sizes.
+        Raises `GroupError` when the group is unknown or the sender left, dawdled or disagrees on sizes; on a GPU
+        `GroupLost` for the latter three.
         """
-        if name not in self._groups:
-            raise GroupError(f"group {name!r} is not initialised")
-        group, device = self._groups[name]
+        group, device = self._member(name)
+        sizes = [(item.shape, item.dtype) for item in incoming]
+        if bucket:
+            sizes = [((sum(item.size for item in incoming),), torch.uint8)]
+        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
         try:
-            if bucket:
-                flat = torch.empty(sum(item.size for item in incoming), dtype=torch.uint8, device=device)
-                dist.broadcast(flat, src=0, group=group)
-                return _split(flat, incoming)
-            tensors = [torch.empty(item.shape, dtype=item.dtype, device=device) for item in incoming]
-            pending = [dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]
-            for work in pending:
-                if work is not None:
-                    work.wait()
-        except (RuntimeError, ValueError) as error:
-            raise GroupError(f"receiving through group {name!r}: {error}") from error
+            self._broadcast(group, tensors)
+        except (RuntimeError, ValueError, TimeoutError) as error:
+            kind = GroupLost if device.type == "cuda" else GroupError
+            raise kind(f"receiving through group {name!r}: {error}") from error
+        if bucket:
+            return _split(tensors[0], incoming)
         return [(item.name, tensor) for item, tensor in zip(incoming, tensors, strict=True)]
 
     def leave(self, name: str) -> None:
         """Destroy the group. Raises `GroupError` when it is unknown."""
-        if name not in self._groups:
-            raise GroupError(f"group {name!r} is not initialised")
-        group, _ = self._groups.pop(name)
+        group, _ = self._member(name)
+        del self._groups[name]
         try:
             dist.destroy_process_group(group)
         except (RuntimeError, ValueError) as error:
             raise GroupError(f"leaving group {name!r}: {error}") from error
+
+    def _member(self, name: str) -> tuple[Any, torch.device]:
+        if name not in self._groups:
+            raise GroupError(f"group {name!r} is not initialised")
+        return self._groups[name]
+
+    def _broadcast(self, group: Any, tensors: Sequence[torch.Tensor]) -> None:
+        """Receive into `tensors`; they are complete on return. Raises RuntimeError or TimeoutError."""
+        pending = [dist.broadcast(tensor, src=0, group=group, async_op=True) for tensor in tensors]
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        for tensor, work in zip(tensors, pending, strict=True):
+            assert work is not None  # this rank is a member
+            # waiting for NCCL only orders later kernels behind it
+            while tensor.is_cuda and not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"nothing arrived within {self.timeout.total_seconds()} s")
+                time.sleep(POLL / 50)
+            work.wait()
 
 
 def _split(flat: torch.Tensor, incoming: Sequence[Incoming]) -> list[tuple[str, torch.Tensor]]:
