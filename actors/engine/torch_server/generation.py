@@ -1,14 +1,14 @@
-"""One sequence being generated: filled in by the scheduler's thread, read by the loop's."""
+"""One sequence being generated (filled in by the scheduler's thread, read by the loop's), and a batch of them."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from actors.engine.torch_server.sampling import Sampling
+from actors.engine.torch_server.sampling import Sampling, SamplingRows
 
 ABORTED: Mapping[str, Any] = {"type": "abort", "message": "Aborted"}
 NOT_FINITE: Mapping[str, Any] = {"type": "abort", "message": "logits are not finite"}
@@ -118,3 +118,40 @@ class Generation:
             self.finish = {"type": "length", "length": self.sampling.max_new}
         elif token in self.sampling.stops:
             self.finish = {"type": "stop", "matched": token}
+
+
+class DecodeState:
+    """Device tensors of the running rows, kept from step to step while the rows stay the same."""
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        counts: torch.Tensor,
+        sampling: SamplingRows,
+        span: int,
+    ) -> None:
+        self.tokens, self.positions, self.counts, self.sampling, self.span = (
+            tokens,
+            positions,
+            counts,
+            sampling,
+            span,
+        )
+
+    @staticmethod
+    def of(generations: Sequence[Generation], device: torch.device) -> DecodeState:
+        positions = [g.filled for g in generations]
+        return DecodeState(
+            torch.tensor([g.tokens[-1] for g in generations], device=device),
+            torch.tensor(positions, device=device),
+            torch.tensor([len(g.logprobs) for g in generations], device=device),
+            SamplingRows.of([g.sampling for g in generations], [g.key for g in generations], device),
+            max(positions) + 1,
+        )
+
+    def advance(self, ids: torch.Tensor) -> None:
+        self.tokens = ids
+        self.positions = self.positions + 1
+        self.counts = self.counts + 1
+        self.span += 1

@@ -14,10 +14,10 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from actors.engine.torch_server.generation import ABORTED, NOT_FINITE, Generation
+from actors.engine.torch_server.generation import ABORTED, NOT_FINITE, DecodeState, Generation
 from actors.engine.torch_server.kv import KVCache, PrefixStore
 from actors.engine.torch_server.model import Model
-from actors.engine.torch_server.sampling import SamplingRows, sample
+from actors.engine.torch_server.sampling import sample
 
 T = TypeVar("T")
 PauseMode = Literal["abort", "retract", "in_place"]
@@ -53,7 +53,7 @@ class Scheduler:
         self._crashed: Callable[[BaseException], None] = lambda error: None
         self._partial: Generation | None = None  # its prompt is longer than a chunk; nothing decodes meanwhile
         self._epoch = 0  # weights the cache is computed from
-        self._state: _DecodeState | None = None
+        self._state: DecodeState | None = None
         self._out: list[Generation] = []
         self._flushes: list[Future[bool]] = []
         self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
@@ -297,11 +297,11 @@ class Scheduler:
         fresh = leaders + [g for g, _ in followers]
         last = [ends[g.row] for g in leaders] + [ends[leader.row] for _, leader in followers]
         logits = self.model.logits(hidden[torch.tensor(last, device=hidden.device)])
-        self._sample(fresh, logits, _DecodeState.of(fresh, hidden.device))
+        self._sample(fresh, logits, DecodeState.of(fresh, hidden.device))
 
     def _decode(self) -> None:
         device = self.cache.device
-        state = self._state or _DecodeState.of(self.rows, device)
+        state = self._state or DecodeState.of(self.rows, device)
         self.cache.reserve(len(self.rows), state.span, len(self.rows))
         batch = self.model.decode_batch(self.cache, state.tokens, state.positions, state.span)
         hidden = self.model.forward(self.cache, batch)
@@ -312,7 +312,7 @@ class Scheduler:
         if self._state is not None:  # nobody left: the next step continues from these tensors
             state.advance(ids)
 
-    def _sample(self, generations: list[Generation], logits: torch.Tensor, state: _DecodeState) -> torch.Tensor:
+    def _sample(self, generations: list[Generation], logits: torch.Tensor, state: DecodeState) -> torch.Tensor:
         banned = [(i, t) for i, g in enumerate(generations) if g.guarded for t in g.sampling.stops]
         if banned:
             where = torch.tensor(banned, device=logits.device)
@@ -374,40 +374,3 @@ class Scheduler:
         self._state = None
         if self._partial is not None and self._partial.finish is not None:
             self._partial = None
-
-
-class _DecodeState:
-    """Device tensors of the running rows, kept from step to step while the rows stay the same."""
-
-    def __init__(
-        self,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        counts: torch.Tensor,
-        sampling: SamplingRows,
-        span: int,
-    ) -> None:
-        self.tokens, self.positions, self.counts, self.sampling, self.span = (
-            tokens,
-            positions,
-            counts,
-            sampling,
-            span,
-        )
-
-    @staticmethod
-    def of(generations: Sequence[Generation], device: torch.device) -> _DecodeState:
-        positions = [g.filled for g in generations]
-        return _DecodeState(
-            torch.tensor([g.tokens[-1] for g in generations], device=device),
-            torch.tensor(positions, device=device),
-            torch.tensor([len(g.logprobs) for g in generations], device=device),
-            SamplingRows.of([g.sampling for g in generations], [g.key for g in generations], device),
-            max(positions) + 1,
-        )
-
-    def advance(self, ids: torch.Tensor) -> None:
-        self.tokens = ids
-        self.positions = self.positions + 1
-        self.counts = self.counts + 1
-        self.span += 1
