@@ -185,14 +185,8 @@ class Barriers:
             self.fail(turn, "offer", "Deadline", reason)
 
     def _end_drain(self, turn: Turn) -> bool:
-        """The drain's deadline: an open gate fails the epoch (False), a busy engine stays out of it.
-
-        A gateway that is not up has no gate: when it comes back, it reads the request before it opens.
-        """
+        """The drain's deadline: an open gate fails the epoch (False), a busy engine stays out of it."""
         waited = f"in {self._refit.drain_deadline_s:g} s (refit.drain_deadline_s)"
-        if not self.gates_closed(turn.barrier):
-            gates = tuple(g for g in turn.barrier.gates if g.closed or turn.state.gateways[g.gateway].up)
-            turn.set_barrier(gates=gates)
         if not self.gates_closed(turn.barrier):
             names = ", ".join(g.gateway for g in turn.barrier.gates if not g.closed)
             self.fail(turn, "drain", "Deadline", f"{names} did not close the gate {waited}")

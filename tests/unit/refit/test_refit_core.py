@@ -437,16 +437,20 @@ def test_gateway_restarted_after_its_ack_is_not_waited_for(drive: Drive) -> None
     assert len(drive.emitted(TransferStarted)) == 1
 
 
-def test_gateway_that_stays_away_holds_the_drain_up_to_its_deadline(serving: Drive) -> None:
+def test_gateway_that_is_away_is_waited_for(serving: Drive) -> None:
     serving.hear(booted("gateway-0", 2), stepped(1, 1))
     serving.open()
     assert serving.one(RefitRequested).gateways == (Member("gateway-0", 2),)
     serving.hear(serving.drained(0), serving.drained(1), serving.offer())
     assert serving.emitted(TransferStarted) == []
-    serving.wake()
+    base = serving.state
+    serving.hear(serving.gate(boot=2))
     assert len(serving.emitted(TransferStarted)) == 1
     serving.load()
     assert not serving.state.gateways["gateway-0"].open
+    serving.state = base
+    serving.at(serving.now + 30.0)
+    assert "gateway-0 did not close" in serving.one(RefitFailed).reason
 
 
 def test_gateway_unknown_at_the_request_is_waited_for(drive: Drive) -> None:
