@@ -30,8 +30,8 @@ from contracts.weights import digest
 
 TIMEOUT_FLOOR_S = 0.1
 """gloo refuses a timeout of zero."""
-CONNECT_S = 1.0
-"""For a connection to our own store."""
+SOCKADDR_BYTES = 28
+"""Of the larger kind, that of IPv6."""
 LEAVE_S = 1.0
 """Longest wait for an aborted transfer's thread to come out of gloo."""
 
@@ -102,17 +102,15 @@ class GlooSender:
 
 
 class _Meeting:
-    """The store where receivers meet. The server is held here alone, so that closing it ends every wait on it."""
+    """The store where receivers meet. The server is held here alone, so that closing it ends every wait on it.
+
+    `joining` is the connection that rank 0 waits on, `watching` one that answers meanwhile.
+    """
 
     def __init__(self, host: str) -> None:
-        self.host = host
         self._server: TCPStore | None = _listen(host)
         self.port = self._server.port
-
-    def connect(self) -> TCPStore:
-        """A connection of its own: one that waits is locked for others."""
-        limit = timedelta(seconds=CONNECT_S)
-        return TCPStore(self.host, self.port, is_master=False, wait_for_workers=False, timeout=limit)
+        self.joining, self.watching = (TCPStore(host, self.port, wait_for_workers=False) for _ in range(2))
 
     def close(self) -> None:
         """Disconnect everybody."""
@@ -134,9 +132,9 @@ class _Offered:
 
 
 class _Group:
-    """A communicator, the addresses its ranks announced to each other, and the store they met at."""
+    """A communicator, the socket addresses its ranks announced to each other, and the store they met at."""
 
-    def __init__(self, name: str, communicator: Any, addresses: tuple[bytes, ...], meeting: _Meeting) -> None:
+    def __init__(self, name: str, communicator: Any, addresses: list[bytes], meeting: _Meeting) -> None:
         self.name = name
         self.communicator = communicator
         self.meeting = meeting
@@ -147,7 +145,7 @@ class _Group:
         for connection in _connections():
             with connection:
                 ends = _ends(connection)
-                if any(end in address for end in ends for address in self._addresses):
+                if any(address.startswith(end) for end in ends for address in self._addresses):
                     connection.shutdown(socket.SHUT_RDWR)
         self.meeting.close()
 
@@ -198,7 +196,7 @@ class _Attempt:
         if self._phase != "join" or self.ended.is_set():
             return ""
         try:
-            store = _within(self.started.group, self._offered.meeting.connect())
+            store = _within(self.started.group, self._offered.meeting.watching)
             names = [m.engine for m in self.started.members if not store.check([_key(m.offset)])]
         except RuntimeError:
             # The meeting was closed meanwhile, by whoever ended the attempt.
@@ -235,11 +233,10 @@ class _Attempt:
         options._timeout = self._left()
         options._threads = 1
         meeting = self._offered.meeting
-        client = meeting.connect()
-        client.set_timeout(self._left())
-        store = _within(started.group, client)
+        meeting.joining.set_timeout(self._left())
+        store = _within(started.group, meeting.joining)
         communicator = _Gloo(store, 0, started.world_size, options)
-        addresses = tuple(store.get(_key(rank)) for rank in range(started.world_size))
+        addresses = [_announced(store.get(_key(rank))) for rank in range(started.world_size)]
         group = _Group(started.group, communicator, addresses, meeting)
         with self._lock:
             if not self.ended.is_set():
@@ -320,12 +317,16 @@ def _ends(connection: socket.socket) -> list[bytes]:
         ends = [connection.getsockname(), connection.getpeername()]
     except OSError:
         return []
-    return [
-        struct.pack("!H", end[1])
-        + (bytes(4) if connection.family == socket.AF_INET6 else b"")
-        + socket.inet_pton(connection.family, end[0])
-        for end in ends
-    ]
+    family = struct.pack("=H", connection.family)
+    flow = bytes(4) if connection.family == socket.AF_INET6 else b""
+    return [family + struct.pack("!H", end[1]) + flow + socket.inet_pton(connection.family, end[0]) for end in ends]
+
+
+def _announced(value: bytes) -> bytes:
+    """The socket address in what a rank tells the others: host name and address, each behind its length, and more."""
+    (host,) = struct.unpack_from("=Q", value)
+    begin = 8 + host + 8
+    return value[begin : begin + SOCKADDR_BYTES]
 
 
 def _first_line(error: BaseException) -> str:

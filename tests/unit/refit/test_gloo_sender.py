@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ import pytest
 import torch
 import xxhash
 
-from actors.refit.transports import Offer, Sent, TransferError
+from actors.refit.transports import Offer, Sent, TransferError, gloo
 from actors.refit.transports.gloo import GlooSender, checksum
 from contracts.events import Rank, TransferStarted
 from contracts.weights import digest
@@ -146,6 +147,12 @@ def answers(receivers: list[Receiver], group: str, sizes: list[int]) -> list[dic
     return [receiver.answer() for receiver in receivers]
 
 
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        client = socket.create_connection(server.getsockname())
+        return client, server.accept()[0]
+
+
 def assert_no_transfer_thread_stays() -> None:
     for thread in threading.enumerate():
         if thread.name.startswith("refit-"):
@@ -167,6 +174,11 @@ def test_every_receiver_holds_the_offered_bytes_and_the_group_serves_again(
     sending = background.submit(sender.send, started(2, 2, group=start.group), FAR)
     deliver(fleet, start.group, again, second)
     assert sending.result(FAR).bytes == again.bytes
+
+    third = weights(3)
+    offer, start, sending = joined(sender, fleet, third, background)
+    deliver(fleet, start.group, offer, third)
+    assert sending.result(FAR).bytes == offer.bytes
 
 
 def test_digest_is_that_of_the_contiguous_bytes(sender: GlooSender) -> None:
@@ -202,6 +214,7 @@ def test_abandoned_broadcast_ends_at_once_and_the_next_group_works(
         assert "checksums" in receiver.answer()
     sender.abandon(0)
     assert not sending.done()
+    bystanders = [*socket.socketpair(), *tcp_pair()]
     begin = time.monotonic()
     sender.abandon(1)
     with pytest.raises(TransferError, match="epoch 1 was abandoned") as caught:
@@ -209,6 +222,11 @@ def test_abandoned_broadcast_ends_at_once_and_the_next_group_works(
     assert caught.value.phase == "send"
     assert time.monotonic() - begin < 5.0
     assert_no_transfer_thread_stays()
+    for one, other in (bystanders[:2], bystanders[2:]):
+        one.sendall(b"x")
+        assert other.recv(1) == b"x"
+        one.close()
+        other.close()
     assert all("error" in answer for answer in answers(fleet, start.group, sizes(offer)[1:]))
 
     tensors = weights(6)
@@ -254,6 +272,34 @@ def test_a_new_offer_ends_a_transfer_that_still_runs(sender: GlooSender, backgro
     while not sending.done():
         sender.offer(weights(11))
     assert isinstance(sending.exception(), TransferError)
+
+
+def test_join_that_succeeds_after_it_was_abandoned_leaves_no_group(
+    sender: GlooSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def abandoning(value: bytes) -> bytes:
+        sender.abandon(1)
+        return announced(value)
+
+    announced = gloo._announced
+    monkeypatch.setattr(gloo, "_announced", abandoning)
+    sender.offer(weights(14))
+    alone = started(1, 0)
+    with pytest.raises(TransferError, match="epoch 1 was abandoned"):
+        sender.send(alone, FAR)
+    assert_no_transfer_thread_stays()
+    sender.offer(weights(15))
+    with pytest.raises(TransferError, match="not held any more"):
+        sender.send(started(2, 0, group=alone.group), FAR)
+
+
+def test_store_that_goes_away_fails_the_join(sender: GlooSender) -> None:
+    sender.offer(weights(16))
+    assert sender._offered is not None
+    sender._offered.meeting.close()
+    with pytest.raises(TransferError) as caught:
+        sender.send(started(1, 1), FAR)
+    assert caught.value.phase == "join"
 
 
 def test_send_without_an_offer_is_refused(sender: GlooSender) -> None:
