@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from actors import registry
 from config.schema import RunConfig
-from pipeline import host, logs
+from pipeline import host, logs, reaper
 from pipeline.errors import Exit, PipelineError
 from pipeline.host import Host, Left
+from pipeline.reaper import Reaper
 
 STORE_BYTES = 80 << 20
 """Ray's object store, which nothing is put into; about the least it accepts."""
@@ -30,6 +32,7 @@ class Cluster:
         self._run_dir = run_dir
         self._local = config.launch.ray_address is None
         self._started = False
+        self._reaper: Reaper | None = None
         self._exits: dict[str, asyncio.Task[Left]] = {}
         self._handles: dict[str, Any] = {}
 
@@ -38,6 +41,9 @@ class Cluster:
         for variable, value in _environment().items():
             os.environ.setdefault(variable, value)
         self._started = True
+        if self._local:
+            os.environ[reaper.MARK] = mark = secrets.token_hex(16)
+            self._reaper = Reaper(mark)
         import ray
 
         options: dict[str, Any] = {"address": self._config.launch.ray_address, "namespace": "sluice"}
@@ -91,6 +97,9 @@ class Cluster:
                 for handle in self._handles.values():
                     ray.kill(handle)
             ray.shutdown()
+        if self._reaper is not None:
+            self._reaper.sweep()
+            del os.environ[reaper.MARK]
 
 
 def actor_environment(config: RunConfig, name: str) -> dict[str, str | None]:

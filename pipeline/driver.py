@@ -99,11 +99,11 @@ class Driver:
         self._begun = self._begun or envelope.id == self._start
         if row is not None:
             self._reporter.step(row, self.view, self._clock.now())
-        if isinstance(envelope.body, ActorBooted):
+        if isinstance(envelope.body, ActorBooted) and self._begun:
             await self._booted(envelope.body)
 
     async def _booted(self, event: ActorBooted) -> None:
-        if event.boot > 1:
+        if len(self.view.boots[event.actor]) > 1:
             self._reporter.note("actor restarted", actor=event.actor, boot=event.boot, pid=event.pid)
         if self.view.stopping is not None and event.actor != RECORDER:
             await self._post(RunStopping(reason=self.view.stopping))
@@ -113,7 +113,7 @@ class Driver:
             now = self._clock.now()
             self._reporter.update(self.view, now)
             if self._interrupted.is_set():
-                return Verdict(Exit.INTERRUPTED, "interrupted", f"interrupted at step {self.view.step}")
+                return Verdict(Exit.INTERRUPTED, "interrupted", "interrupted; the run can be resumed")
             left = self._cluster.left()
             verdict = judge(self._config, self.view, left, now, self._started) if self._begun else None
             if verdict is not None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +97,8 @@ class Session:
         cluster = Cluster(self._config, self._directory.path)
         try:
             self._directory.update(redis_url=_shareable(broker.url))
-            cluster.start()
-            with self._reporter:
+            with self._aside(), self._reporter:
+                cluster.start()
                 verdict = asyncio.run(self._drive(broker, cluster, cursors))
         except KeyboardInterrupt:
             verdict = Verdict(Exit.INTERRUPTED, "interrupted", "interrupted before the run began")
@@ -134,6 +135,12 @@ class Session:
             self._reporter.note("broker is back", pid=happening.pid)
         else:
             self._reporter.error(f"broker {happening.event}", pid=happening.pid, code=happening.code)
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """Ray prints to standard output, which is ours: what it says goes to logs/ray.log."""
+        with (self._directory.logs / "ray.log").open("a") as file, contextlib.redirect_stdout(file):
+            yield
 
     # --- during ---
 

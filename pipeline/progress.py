@@ -95,8 +95,8 @@ class Live:
 
         self._config = config
         self._log = log
-        self._console = Console()
-        self._panel = Panel(console=self._console, refresh_per_second=8, transient=False)
+        self._console = Console(file=sys.stdout)
+        self._panel = Panel(console=self._console, refresh_per_second=8, redirect_stdout=False)
 
     def __enter__(self) -> Live:
         self._panel.start()
