@@ -1,0 +1,260 @@
+"""The driver's loop: nothing of an earlier session is judged, and a run is stopped in order, the recorder last."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+from story import ACTORS, Story, booted, committed, failed, stepped, trained
+
+from actors.recorder.metrics import Row
+from actors.recorder.ordering import number
+from config.schema import LaunchConfig, RunConfig
+from contracts import events
+from contracts.core import Entry
+from contracts.envelope import decode, encode
+from contracts.events import Event
+from pipeline import driver as module
+from pipeline.driver import Driver
+from pipeline.errors import Exit
+from pipeline.host import Left
+from pipeline.verdict import Verdict
+from pipeline.view import View
+
+CONFIG = RunConfig(launch=LaunchConfig(stop_deadline_s=5.0, start_deadline_s=60.0))
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.time = 2000.0
+
+    def now(self) -> float:
+        return self.time
+
+    def monotonic_ns(self) -> int:
+        return 0
+
+
+class Log:
+    """The bus as the driver uses it, and the log behind it."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+        self.on_post: Callable[[Event], None] = lambda event: None
+        self.broken: Exception | None = None
+
+    def put(self, story: Story, start: int = 0) -> None:
+        for envelope in story.log[start:]:
+            self._append(envelope.stream, encode(envelope))
+
+    def _append(self, stream: str, data: bytes) -> str:
+        self.entries.append(Entry(stream, f"{len(self.entries) + 1}-0", data))
+        return self.entries[-1].entry
+
+    async def post(self, stream: str, data: bytes) -> str:
+        entry = self._append(stream, data)
+        self.on_post(decode(stream, data).body)
+        return entry
+
+    async def read_after(self, cursors: Mapping[str, str], *, count: int, block_ms: int) -> list[Entry]:
+        await asyncio.sleep(0)
+        if self.broken is not None:
+            raise self.broken
+        return [e for e in self.entries if number(e.entry) > number(cursors[e.stream])]
+
+    def posted(self) -> list[str]:
+        bodies = [decode(e.stream, e.data) for e in self.entries]
+        return [events.kind(envelope.body) for envelope in bodies if envelope.actor == "driver"]
+
+
+class Processes:
+    """Stands in for `Cluster`: actors leave when told to."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.launched: list[str] = []
+        self.gone: dict[str, Left] = {}
+        self.waited: list[list[str]] = []
+        self.on_launch: Callable[[], None] = lambda: None
+
+    def launch(self, names: Sequence[str], url: str, run: str) -> None:
+        self.launched = list(names)
+        self.on_launch()
+
+    def left(self) -> dict[str, Left]:
+        return dict(self.gone)
+
+    async def wait(self, names: Sequence[str], timeout: float) -> list[str]:
+        self.waited.append(list(names))
+        await asyncio.sleep(0)
+        self.clock.time += max(timeout, 0.01)
+        return [name for name in names if name not in self.gone]
+
+
+class Screen:
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+        self.steps: list[int] = []
+
+    def step(self, row: Row, view: View, now: float) -> None:
+        self.steps.append(row.step)
+
+    def update(self, view: View, now: float) -> None:
+        pass
+
+    def note(self, message: str, **fields: object) -> None:
+        self.notes.append(message)
+
+
+class Scene:
+    def __init__(self, config: RunConfig = CONFIG, view: View | None = None) -> None:
+        self.clock, self.log, self.screen = Clock(), Log(), Screen()
+        self.processes = Processes(self.clock)
+        self.view = view or View()
+        self.driver = Driver(
+            config,
+            "r",
+            self.log,  # pyright: ignore[reportArgumentType]
+            self.processes,  # pyright: ignore[reportArgumentType]
+            self.screen,
+            self.clock,
+            self.view,
+        )
+        self.log.on_post = self.obey
+
+    def obey(self, event: Event) -> None:
+        """Actors leave when the run stops, the recorder when it has finished."""
+        if isinstance(event, events.RunStopping):
+            self.processes.gone.update({name: Left("done") for name in ACTORS if name != "recorder"})
+        if isinstance(event, events.RunFinished):
+            self.processes.gone["recorder"] = Left("done")
+
+    async def run(self, cursors: dict[str, str] | None = None, *, resumed: bool = False) -> Verdict:
+        return await asyncio.wait_for(self.driver.run("url", "digest", cursors or {}, resumed=resumed), 10)
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LINGER_S", 0.0)
+    monkeypatch.setattr(module, "LOOK_S", 0.01)
+
+
+def finished(steps: int) -> Story:
+    story = trained(steps)
+    story.add(events.TrainingFinished(version=steps, step=steps))
+    return story
+
+
+async def test_a_run_is_started_watched_and_stopped_with_the_recorder_last() -> None:
+    scene = Scene()
+    scene.processes.on_launch = lambda: scene.log.put(finished(3), start=1)
+    verdict = await scene.run()
+    assert verdict == Verdict(Exit.DONE, "trained", "trained 3 steps")
+    assert scene.screen.steps == [1, 2, 3]
+    assert set(scene.processes.launched) == set(ACTORS)
+    assert scene.log.posted() == ["run.started", "run.stopping", "run.finished"]
+    assert scene.processes.waited[-1] == ["recorder"]
+    assert "recorder" not in scene.processes.waited[0]
+    assert scene.driver.late == []
+
+
+async def test_an_interrupt_stops_in_order() -> None:
+    scene = Scene()
+    scene.processes.on_launch = scene.driver.interrupt
+    verdict = await scene.run()
+    assert verdict.code is Exit.INTERRUPTED
+    assert scene.log.posted() == ["run.started", "run.stopping", "run.finished"]
+
+
+async def test_what_an_earlier_session_left_in_the_log_is_not_judged() -> None:
+    before = finished(2)
+    before.add(failed("trainer", fatal=True))
+    before.add(events.RunFinished(reason="trainer failed"))
+    scene = Scene(view=View().apply_all(before.log[:-3]))
+    scene.log.put(before)
+    cursors = {e.stream: e.entry for e in scene.log.entries[:-3]}
+
+    def go_on() -> None:
+        after = Story()
+        for actor in ACTORS:
+            after.add(booted(actor, 2))
+        after.add(committed(9, 2))
+        after.add(stepped(3))
+        after.add(events.TrainingFinished(version=3, step=3))
+        scene.log.put(after)
+
+    scene.processes.on_launch = go_on
+    verdict = await scene.run(cursors, resumed=True)
+    assert verdict.message == "trained 3 steps"
+    assert scene.screen.notes == ["stopping"]
+
+
+async def test_a_restart_is_noted_and_an_actor_that_restarts_while_stopping_is_told_again() -> None:
+    scene = Scene()
+    stops = 0
+
+    def obey(event: Event) -> None:
+        nonlocal stops
+        if isinstance(event, events.RunStopping):
+            stops += 1
+            if stops == 1:
+                late = Story()
+                late.add(booted("buffer", 2))
+                scene.log.put(late)
+            else:
+                scene.obey(event)
+        if isinstance(event, events.RunFinished):
+            scene.obey(event)
+
+    scene.log.on_post = obey
+    scene.processes.on_launch = lambda: scene.log.put(finished(1), start=1)
+    await scene.run()
+    assert stops == 2
+    assert "actor restarted" in scene.screen.notes
+
+
+async def test_actors_that_do_not_leave_are_named_after_the_deadline() -> None:
+    scene = Scene()
+    scene.log.on_post = lambda event: None
+    scene.processes.on_launch = lambda: scene.log.put(finished(1), start=1)
+    started = scene.clock.time
+    verdict = await scene.run()
+    assert verdict.code is Exit.DONE
+    assert set(scene.driver.late) == set(ACTORS)
+    assert scene.driver.late[-1] == "recorder"
+    assert scene.clock.time - started < CONFIG.launch.stop_deadline_s + module.RECORDER_S + 2
+    assert "not left in time" in scene.screen.notes
+
+
+async def test_a_failure_of_an_actor_ends_the_run() -> None:
+    scene = Scene()
+    scene.processes.gone["engine-1"] = Left("foreign", "config resolves to /x/config.py")
+    verdict = await scene.run()
+    assert (verdict.code, verdict.reason) == (Exit.MISSING, "engine-1 failed")
+
+
+async def test_a_lost_store_is_raised() -> None:
+    scene = Scene()
+    scene.log.broken = OSError("gone")
+    with pytest.raises(OSError, match="gone"):
+        await scene.run()
+
+
+async def test_a_session_that_never_serves_ends_at_its_deadline() -> None:
+    scene = Scene()
+
+    def late() -> None:
+        scene.clock.time += 61.0
+
+    scene.processes.on_launch = late
+    assert (await scene.run()).code is Exit.START
+
+
+def test_the_story_is_complete() -> None:
+    """The fakes above know every actor of the default run."""
+    from actors import registry
+
+    names: Any = registry.names(CONFIG)
+    assert set(names) == set(ACTORS)

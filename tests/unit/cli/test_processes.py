@@ -1,0 +1,198 @@
+"""Processes: what an actor's process is told, when it ends, and that nothing outlives its driver."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from config.schema import LaunchConfig, RunConfig, TrainerConfig
+from contracts.core import Fatal
+from pipeline import cluster, host, reaper
+from pipeline.cluster import Cluster, actor_environment
+from pipeline.errors import Exit, PipelineError
+from pipeline.host import Host, Installation, Left, installation
+from pipeline.reaper import MARK, Reaper, marked
+
+HOST = ("buffer", "unix:///x", "run", "/tmp/x", {})
+
+
+@pytest.fixture
+def driver() -> Installation:
+    return installation()
+
+
+# --- host ---
+
+
+def test_the_four_packages_come_from_this_installation(driver: Installation) -> None:
+    assert driver.root == str(Path(host.__file__).resolve().parent.parent)
+
+
+def test_a_process_with_other_packages_than_the_driver_runs_nothing(driver: Installation) -> None:
+    other_root = Installation(driver.version, "/elsewhere")
+    other_version = Installation("0.0.1", driver.root)
+    assert Host(*HOST).run(other_root, same_root=True).how == "foreign"
+    assert "this process" in Host(*HOST).run(other_version, same_root=False).message
+
+
+def test_a_stray_module_in_front_is_named(driver: Installation, tmp_path: Path) -> None:
+    (tmp_path / "config.py").write_text("raise SystemExit(99)\n")
+    program = (
+        "import sys, msgspec\n"
+        "from pipeline.host import Host, Installation\n"
+        f"sys.path.insert(0, {str(tmp_path)!r})\n"
+        f"driver = Installation({driver.version!r}, {driver.root!r})\n"
+        f"left = Host(*{HOST!r}).run(driver, same_root=True)\n"
+        "print(left.how, left.message)\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith(f"foreign the package 'config' resolves to {tmp_path / 'config.py'}")
+
+
+@pytest.mark.parametrize(
+    ("answer", "left"),
+    [
+        ("done", Left("done")),
+        ("fenced", Left("fenced")),
+        (Fatal("no model"), Left("fatal", "no model")),
+    ],
+)
+def test_how_an_actor_left_is_told(
+    driver: Installation, monkeypatch: pytest.MonkeyPatch, answer: str | Exception, left: Left
+) -> None:
+    calls: list[tuple[object, ...]] = []
+
+    def run_actor(*args: object) -> str:
+        calls.append(args)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr("pipeline.runtime.run_actor", run_actor)
+    assert Host(*HOST).run(driver, same_root=True) == left
+    assert calls == [("buffer", "unix:///x", "run", Path("/tmp/x"))]
+
+
+def test_any_other_error_ends_the_process_so_that_it_is_restarted(driver: Installation) -> None:
+    program = (
+        "from pipeline import host, runtime\n"
+        "from pipeline.host import Host, Installation\n"
+        "host.RESTART_PAUSE_S = 0\n"
+        "def fail(*_): raise ValueError('boom')\n"
+        "runtime.run_actor = fail\n"
+        f"Host(*{HOST!r}).run(Installation({driver.version!r}, {driver.root!r}), same_root=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "buffer failed: ValueError: boom\n")
+
+
+def test_a_process_gets_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A", "old")
+    monkeypatch.setenv("B", "old")
+    Host("buffer", "", "", "", {"A": "new", "B": None})
+    assert (os.environ["A"], "B" in os.environ) == ("new", False)
+
+
+def test_threads_are_the_trainers() -> None:
+    config = RunConfig(trainer=TrainerConfig(threads=3))
+    assert actor_environment(config, "trainer")["OMP_NUM_THREADS"] == "3"
+    assert actor_environment(RunConfig(), "trainer")["OMP_NUM_THREADS"] is None
+    assert actor_environment(config, "engine-0")["OMP_NUM_THREADS"] == "1"
+    assert actor_environment(config, "engine-0")["PYTHONSAFEPATH"] == "1"
+
+
+# --- cluster ---
+
+
+def test_ray_that_can_not_be_had_is_an_error_that_names_the_setting(tmp_path: Path) -> None:
+    config = RunConfig(launch=LaunchConfig(ray_address="nonsense::1"))
+    there = Cluster(config, tmp_path)
+    with pytest.raises(PipelineError, match=r"launch.ray_address=nonsense::1") as caught:
+        there.start()
+    assert caught.value.code is Exit.FAILED
+    assert Path.cwd() != tmp_path
+    there.stop()
+
+
+def test_a_cluster_that_was_not_started_needs_no_stop(tmp_path: Path) -> None:
+    Cluster(RunConfig(), tmp_path).stop()
+
+
+async def test_nobody_waits_for_actors_that_were_not_launched(tmp_path: Path) -> None:
+    there = Cluster(RunConfig(), tmp_path)
+    assert await there.wait(["buffer"], 1.0) == []
+    assert there.left() == {}
+
+
+def test_the_working_directory_is_the_runs_while_ray_looks(tmp_path: Path) -> None:
+    before = Path.cwd()
+    with cluster._inside(tmp_path):
+        assert Path.cwd() == tmp_path
+    assert Path.cwd() == before
+
+
+# --- reaper ---
+
+FAMILY = """
+import os, subprocess, sys, time
+from pipeline.reaper import MARK, Reaper
+os.environ[MARK] = sys.argv[1]
+reaper = Reaper(sys.argv[1])
+child = subprocess.Popen(
+    [sys.executable, "-S", "-c", "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True);"
+     "print('up', flush=True); import time; time.sleep(600)"],
+    stdout=subprocess.PIPE, start_new_session=True,
+)
+child.stdout.readline()
+print("up", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_nothing_outlives_a_driver_that_is_killed() -> None:
+    mark = f"test-{os.getpid()}-kill"
+    driver = subprocess.Popen([sys.executable, "-P", "-c", FAMILY, mark], stdout=subprocess.PIPE, text=True)
+    try:
+        assert driver.stdout is not None
+        assert driver.stdout.readline() == "up\n"
+        assert len(marked(f"{MARK}={mark}")) >= 2
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+        deadline = time.monotonic() + 20
+        while marked(f"{MARK}={mark}"):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        driver.kill()
+        driver.wait()
+        reaper.sweep(f"{MARK}={mark}")
+        driver.stdout.close() if driver.stdout else None
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_a_sweep_kills_what_carries_the_mark_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = f"test-{os.getpid()}-sweep"
+    mine = {**os.environ, MARK: mark}
+    monkeypatch.setenv(MARK, mark)
+    keeper = Reaper(mark)
+    monkeypatch.delenv(MARK)
+    target = subprocess.Popen(["sleep", "600"], env=mine)
+    bystander = subprocess.Popen(["sleep", "600"], env={**os.environ, MARK: mark + "x"})
+    try:
+        keeper.sweep()
+        assert target.wait(10) == -signal.SIGKILL
+        assert bystander.poll() is None
+    finally:
+        bystander.kill()
+        bystander.wait()
+        target.kill()
+        target.wait()
