@@ -35,7 +35,7 @@ FLEET, REFIT = 0, 1
 """The two streams of a sender that the coordinator reads; `policy` counts as the trainer's fleet."""
 
 
-class Engine(msgspec.Struct, frozen=True, cache_hash=True):
+class Engine(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
     """`mode`: uncertain, draining, drained, loading, loaded or serving, all for `epoch`."""
 
     boot: int = 1
@@ -47,7 +47,7 @@ class Engine(msgspec.Struct, frozen=True, cache_hash=True):
     inbox: tuple[Message, ...] = ()
 
 
-class Gate(msgspec.Struct, frozen=True, cache_hash=True):
+class Gate(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
     """`current`: it has read the log up to its own start. `acked`: it said that it closed for `epoch`."""
 
     boot: int = 1
@@ -63,7 +63,7 @@ class Gate(msgspec.Struct, frozen=True, cache_hash=True):
         return self.current and 0 < self.committed == self.epoch
 
 
-class Trainer(msgspec.Struct, frozen=True, cache_hash=True):
+class Trainer(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
     """`sending`: the epoch whose broadcast runs, or 0."""
 
     boot: int = 1
@@ -72,7 +72,7 @@ class Trainer(msgspec.Struct, frozen=True, cache_hash=True):
     inbox: tuple[Message, ...] = ()
 
 
-class History(msgspec.Struct, frozen=True, cache_hash=True):
+class History(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
     """What the checks need of the past. `loads`: who acknowledged the newest epoch with the right digest."""
 
     requested: int = 0
@@ -81,7 +81,7 @@ class History(msgspec.Struct, frozen=True, cache_hash=True):
     loads: frozenset[tuple[str, int]] = frozenset()
 
 
-class World(msgspec.Struct, frozen=True, cache_hash=True):
+class World(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
     """`writes`: epochs on their way to disk. `queues`: what the coordinator has not read, by sender and stream."""
 
     coordinator: int
