@@ -65,6 +65,10 @@ def across_fields(config: RunConfig) -> list[str]:
             f"engine.urls has {len(engine.urls)}",
         ),
         (
+            config.launch.mode == "ray" or config.launch.ray_address is None,
+            f"launch.ray_address={config.launch.ray_address} is for launch.mode=ray: with external, Ray starts nothing",
+        ),
+        (
             trainer.minibatches <= batch,
             f"trainer.minibatches={trainer.minibatches} can't split a batch of {batch} samples "
             f"(buffer.groups={config.buffer.groups} x rollout.samples={rollout.samples})",

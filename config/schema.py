@@ -199,6 +199,8 @@ class EvalConfig(Section, frozen=True, kw_only=True):
 
 
 class LaunchConfig(Section, frozen=True, kw_only=True):
+    mode: Literal["ray", "external"] = "ray"
+    """`external`: the driver starts no actor; somebody else runs `pipeline actor NAME --run RUN` for each."""
     ray_address: str | None = None
     """None starts a local Ray; `auto` or `host:port` joins a cluster."""
     start_deadline_s: Seconds = 180.0

@@ -445,6 +445,13 @@ class ActorBooted(Record, frozen=True, kw_only=True, tag="actor.booted"):
     host: str
 
 
+class ActorLeft(Record, frozen=True, kw_only=True, tag="actor.left"):
+    """Any actor but the recorder -> driver: after run.stopping, it has finished what was in hand and is gone."""
+
+    actor: str
+    boot: int
+
+
 class EngineReady(Record, frozen=True, kw_only=True, tag="engine.ready"):
     """Engine -> coordinator and gateways: its server answers, holding unknown weights: UNCERTAIN until a commit."""
 
@@ -471,7 +478,7 @@ class EngineDead(Record, frozen=True, kw_only=True, tag="engine.dead"):
     reason: str
 
 
-FleetEvent = ActorBooted | EngineReady | GatewayReady | EngineDead
+FleetEvent = ActorBooted | ActorLeft | EngineReady | GatewayReady | EngineDead
 
 # --- control ---------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 from actors import registry
@@ -15,8 +16,8 @@ from contracts.core import Clock
 from contracts.envelope import STREAM_OF, STREAMS, Envelope, decode, encode
 from contracts.events import ActorBooted, Event, RunFinished, RunStarted, RunStopping
 from pipeline.bus import Bus
-from pipeline.cluster import Cluster
 from pipeline.errors import Exit
+from pipeline.host import Left
 from pipeline.verdict import Verdict, judge
 from pipeline.view import View
 
@@ -41,6 +42,16 @@ class Reporter(Protocol):
     def note(self, message: str, **fields: object) -> None: ...
 
 
+class Processes(Protocol):
+    """The actors' processes, as the driver sees them: `Cluster` or `Outside`."""
+
+    def launch(self, names: Sequence[str], url: str, run: str) -> None: ...
+
+    def left(self) -> dict[str, Left]: ...
+
+    async def wait(self, names: Sequence[str], timeout: float) -> list[str]: ...
+
+
 class Driver:
     """One session of a run, from `run.started` to `run.finished`.
 
@@ -48,12 +59,12 @@ class Driver:
     """
 
     def __init__(
-        self, config: RunConfig, run: str, bus: Bus, cluster: Cluster, reporter: Reporter, clock: Clock, view: View
+        self, config: RunConfig, run: str, bus: Bus, processes: Processes, reporter: Reporter, clock: Clock, view: View
     ) -> None:
         self._config = config
         self._run = run
         self._bus = bus
-        self._cluster = cluster
+        self._processes = processes
         self._reporter = reporter
         self._clock = clock
         self.view = view
@@ -73,7 +84,7 @@ class Driver:
         """Start the actors and stay until they have left. `cursors`: how far `view` has read the log already."""
         self.view.begin()
         self._start = await self._post(RunStarted(config_digest=digest, resumed=resumed))
-        self._cluster.launch(self._names, url, self._run)
+        self._processes.launch(self._names, url, self._run)
         following = asyncio.create_task(self._follow(cursors))
         try:
             verdict = await self._watch(following)
@@ -114,7 +125,7 @@ class Driver:
             self._reporter.update(self.view, now)
             if self._interrupted.is_set():
                 return Verdict(Exit.INTERRUPTED, "interrupted", "interrupted; the run can be resumed")
-            left = self._cluster.left()
+            left = self._processes.left()
             verdict = judge(self._config, self.view, left, now, self._started) if self._begun else None
             if verdict is not None:
                 return verdict
@@ -144,7 +155,7 @@ class Driver:
     async def _wait(self, names: list[str], deadline: float) -> list[str]:
         while True:
             now = self._clock.now()
-            late = await self._cluster.wait(names, min(LOOK_S, deadline - now))
+            late = await self._processes.wait(names, min(LOOK_S, deadline - now))
             self._reporter.update(self.view, self._clock.now())
             if not late or now >= deadline:
                 return late

@@ -22,6 +22,7 @@ from pipeline.bus import Bus, BusError, redact
 from pipeline.cluster import Cluster
 from pipeline.driver import Driver
 from pipeline.errors import Exit, PipelineError
+from pipeline.outside import Outside
 from pipeline.progress import Lines, reporter
 from pipeline.rundir import RunDir
 from pipeline.runtime.clock import WallClock
@@ -94,7 +95,7 @@ class Session:
         if done is not None and done.code is Exit.DONE:
             return self._farewell(done)
         broker = self._broker()
-        cluster = Cluster(self._config, self._directory.path)
+        cluster = self._processes()
         try:
             self._directory.update(redis_url=_shareable(broker.url))
             with self._aside(), self._reporter:
@@ -111,6 +112,11 @@ class Session:
         return self._farewell(verdict)
 
     # --- before ---
+
+    def _processes(self) -> Cluster | Outside:
+        if self._config.launch.mode == "external":
+            return Outside(self._view, self._directory.events)
+        return Cluster(self._config, self._directory.path)
 
     def _replay(self) -> dict[str, str]:
         """Fold the archive of the earlier sessions; answers how far it reaches."""
@@ -144,7 +150,7 @@ class Session:
 
     # --- during ---
 
-    async def _drive(self, broker: Broker, cluster: Cluster, cursors: dict[str, str]) -> Verdict:
+    async def _drive(self, broker: Broker, cluster: Cluster | Outside, cursors: dict[str, str]) -> Verdict:
         run = self._directory.info().run
         bus = await Bus.connect(broker.url, run, actor="driver", outage_s=self._config.broker.outage_s)
         loop = asyncio.get_running_loop()
@@ -155,6 +161,8 @@ class Session:
             for number in (signal.SIGINT, signal.SIGTERM):
                 loop.add_signal_handler(number, self._signalled)
             self._reporter.note("run started", run=run, run_dir=str(self._directory.path), resumed=self._resumed)
+            if self._config.launch.mode == "external":
+                self._reporter.note("waiting for actors", each=f"pipeline actor NAME --run {self._directory.path}")
             digest = loading.digest(self._config)
             return await driver.run(broker.url, digest, cursors, resumed=self._resumed)
         finally:

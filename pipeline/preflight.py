@@ -33,10 +33,10 @@ def absolute(config: RunConfig, base: Path) -> RunConfig:
 def check(config: RunConfig) -> None:
     """Raises `PipelineError` with code MISSING naming the setting, what is not there, and the fix.
 
-    On a cluster only what holds for every node is checked.
+    Where actors run on other machines, only what holds for all of them is checked.
     """
     _producer(config)
-    if config.launch.ray_address is None:
+    if config.launch.mode == "ray" and config.launch.ray_address is None:
         _model(config)
         _interpreter(config)
         _port(config)

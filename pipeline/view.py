@@ -76,6 +76,7 @@ class View:
         self.failures: deque[Failure] = deque(maxlen=100)
         self.boots: dict[str, list[float]] = {}
         self.deaths: dict[str, list[float]] = {}
+        self.gone: set[str] = set()
         self.hosts: dict[str, tuple[int, str]] = {}
         self.waits: dict[tuple[str, str], Wait] = {}
         self.totals: Counter[str] = Counter()
@@ -159,7 +160,7 @@ class View:
         """A session of the run begins: what described the processes of an earlier one is void."""
         self.stopping, self.finished, self.training_finished = None, None, False
         self.first_commit_at, self.refitting = None, None
-        self.boots, self.deaths, self.serving, self.waits = {}, {}, {}, {}
+        self.boots, self.deaths, self.serving, self.waits, self.gone = {}, {}, {}, {}, set()
         self.failures.clear()
 
     # --- folds ---
@@ -219,7 +220,10 @@ class View:
                 self.serving.pop(event.engine, None)
             case events.EngineDead():
                 self.serving.pop(event.engine, None)
+            case events.ActorLeft():
+                self.gone.add(event.actor)
             case events.ActorBooted():
+                self.gone.discard(event.actor)
                 self.boots.setdefault(event.actor, []).append(wall)
                 self.hosts[event.actor] = (event.pid, event.host)
                 self.serving.pop(event.actor, None)

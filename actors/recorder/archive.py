@@ -178,6 +178,15 @@ def _lock(folder: Path) -> int:
     return handle
 
 
+def has_writer(folder: Path) -> bool:
+    """Whether a recorder holds this archive open, here or wherever locks on the file system reach."""
+    try:
+        os.close(_lock(folder))
+    except ArchiveBusy:
+        return True
+    return False
+
+
 def read(folder: Path, streams: Collection[str] | None = None) -> Iterator[Entry]:
     """Archived records in the order in which they were archived, of `streams` or of all.
 

@@ -13,12 +13,15 @@ import structlog
 from actors import registry
 from config.schema import RunConfig
 from contracts.core import Fatal
-from contracts.envelope import Envelope, encode
-from contracts.events import ActorFailed
+from contracts.envelope import STREAM_OF, Envelope, encode
+from contracts.events import ActorFailed, ActorLeft
 from pipeline import logs
 from pipeline.bus import Bus, Fenced
 from pipeline.runtime.clock import WallClock
 from pipeline.runtime.loop import Runtime
+
+RECORDER = "recorder"
+"""Leaves last and silently: nothing follows run.finished."""
 
 
 def run_actor(name: str, url: str, run: str, run_dir: Path) -> str:
@@ -38,7 +41,10 @@ async def _run(name: str, url: str, run: str, run_dir: Path) -> str:
         config = msgspec.json.decode(await bus.get_config(), type=RunConfig)
         runtime = Runtime(registry.build(config, name), bus, run, name, config, str(run_dir), WallClock(), log)
         await runtime.run()
-        log.info("actor left", boot=runtime.machine.identity.boot, seq=runtime.machine.seq)
+        boot = runtime.machine.identity.boot
+        if name != RECORDER:
+            await _post(bus, run, name, boot, ActorLeft(actor=name, boot=boot))
+        log.info("actor left", boot=boot, seq=runtime.machine.seq)
         return "done"
     except Fenced as fenced:
         log.warning("actor fenced", reason=str(fenced))
@@ -54,18 +60,23 @@ async def _run(name: str, url: str, run: str, run_dir: Path) -> str:
 
 
 async def _report(bus: Bus, run: str, name: str, error: Exception, fatal: bool) -> None:
-    clock = WallClock()
     body = ActorFailed(actor=name, error=type(error).__name__, message=str(error)[:2000], fatal=fatal)
-    wall = int(clock.now() * 1e9)
+    await _post(bus, run, name, 0, body)
+
+
+async def _post(bus: Bus, run: str, name: str, boot: int, body: ActorFailed | ActorLeft) -> None:
+    """Append an event that no step of the core asked for: the process's last words."""
+    wall = int(WallClock().now() * 1e9)
+    stream = STREAM_OF[type(body)]
     envelope = Envelope(
-        id=f"{name}:failure.{os.getpid()}.{wall}",
+        id=f"{name}:last.{os.getpid()}.{wall}",
         run=run,
-        stream="control",
+        stream=stream,
         actor=name,
-        boot=0,
+        boot=boot,
         epoch=0,
         wall_ns=wall,
         mono_ns=0,
         body=body,
     )
-    await bus.post("control", encode(envelope))
+    await bus.post(stream, encode(envelope))
