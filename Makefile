@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 RECIPE ?= quickstart
 ARGS ?=
 
-.PHONY: up install test lint clean
+.PHONY: up install test bars lint clean
 
 up: install ## Install, then run the main job on the embedded defaults
 	$(BIN)/pipeline up $(RECIPE) $(ARGS)
@@ -19,6 +19,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 test: install ## The whole suite
 	$(BIN)/python -m pytest
+
+bars: install ## What the quickstart promises: three seeds, and sync against async
+	$(BIN)/python -m tests.bench.quickstart
 
 lint: install ## Style, types and import directions
 	$(BIN)/ruff check .

@@ -26,6 +26,10 @@ HEAVY = ("engine", "trainer")
 """Kinds whose processes take longest to become useful; they are created first."""
 
 
+STARTS = 2
+"""Tries of a local Ray: it gives its own node 30 s, which a busy machine may exceed."""
+
+
 class Cluster:
     """The processes of a run. `start` on the main thread: local Ray ends with the thread that started it."""
 
@@ -54,13 +58,18 @@ class Cluster:
             cores = len(registry.names(self._config))
             options |= {"address": "local", "num_cpus": cores, "object_store_memory": STORE_BYTES}
             options |= {"include_dashboard": False}
-        try:
-            with _inside(self._run_dir), _lean() if self._local else contextlib.nullcontext():
-                ray.init(**options)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise PipelineError(
-                f"Ray can't be started (launch.ray_address={self._config.launch.ray_address}): {error}", Exit.FAILED
-            ) from error
+        for remaining in reversed(range(STARTS if self._local else 1)):
+            try:
+                with _inside(self._run_dir), _lean() if self._local else contextlib.nullcontext():
+                    ray.init(**options)
+                return
+            except Exception as error:  # a node that is late on a loaded machine is a bare Exception in Ray
+                ray.shutdown()
+                if not remaining:
+                    address = self._config.launch.ray_address
+                    raise PipelineError(
+                        f"Ray can't be started (launch.ray_address={address}): {error}", Exit.FAILED
+                    ) from error
 
     def launch(self, names: Sequence[str], url: str, run: str) -> None:
         """Create the actors' processes and run them; on the event loop's thread."""
