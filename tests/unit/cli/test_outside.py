@@ -34,10 +34,7 @@ async def test_an_actor_has_left_when_it_says_so_and_not_before(
     there.stop()
 
 
-async def test_the_recorder_has_left_when_it_let_go_of_the_archive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(outside, "LOOK_S", 0.0)
+async def test_the_recorder_has_left_when_it_let_go_of_the_archive(tmp_path: Path) -> None:
     there = Outside(View(), tmp_path)
     writer = Writer(tmp_path, 0.0)
     assert await there.wait(["recorder"], 1.0) == ["recorder"]

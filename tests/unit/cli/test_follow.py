@@ -1,0 +1,78 @@
+"""`pipeline log --follow`: the archive first, then what is new in the store, each event once, to the end of the run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from story import Story, trained
+
+from config.schema import BrokerConfig
+from contracts import events
+from contracts.envelope import encode
+from pipeline import broker
+from pipeline.bus import Bus
+from pipeline.eventlog import Filter, lines
+from pipeline.launcher import _shareable
+from pipeline.rundir import RunDir
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "store").mkdir()
+    env = {"PATH": os.environ.get("PATH", "")}
+    with broker.choose(env, tmp_path / "store", BrokerConfig()) as server:
+        yield server.url
+
+
+def test_what_is_archived_and_what_is_live_come_once_and_in_order(
+    store: str, make_run: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    archived = trained(2)
+    run = make_run(archived)
+    run.update(redis_url=store)
+    whole = trained(2)
+    whole.add(events.TrainingFinished(version=2, step=2))
+    whole.add(events.RunFinished(reason="trained"))
+
+    async def fill() -> None:
+        bus = await Bus.connect(store, run.info().run, actor="test")
+        for envelope in whole.log:
+            await bus.post(envelope.stream, encode(envelope))
+        await bus.close()
+
+    asyncio.run(fill())
+    printed = [json.loads(line) for line in lines(run, Filter(), follow=True)]
+    assert [line["entry"] for line in printed] == [f"{n}-0" for n in range(1, len(whole.log) + 1)]
+    assert printed[-1]["kind"] == "run.finished"
+    only = [json.loads(line)["kind"] for line in lines(run, Filter(kinds=("training.*",)), follow=True)]
+    assert only == ["training.finished"]
+
+
+def test_a_reader_that_stops_early_leaves_no_connection(
+    store: str, make_run: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDIS_URL", store)
+    run = make_run(Story())
+
+    async def fill() -> None:
+        bus = await Bus.connect(store, run.info().run, actor="test")
+        for envelope in trained(1).log:
+            await bus.post(envelope.stream, encode(envelope))
+        await bus.close()
+
+    asyncio.run(fill())
+    following = lines(run, Filter(), follow=True)
+    assert json.loads(next(following))["kind"] == "run.started"
+    following.close()  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_password_is_not_written_into_the_run_directory() -> None:
+    assert _shareable("unix:///tmp/x.sock") == "unix:///tmp/x.sock"
+    assert _shareable("redis://host:6379/0") == "redis://host:6379/0"
+    assert _shareable("redis://user:secret@host:6379/0") is None
