@@ -17,6 +17,8 @@ T = TypeVar("T")
 
 POINTS = 4000
 """Points of a line; a longer run is thinned out evenly."""
+BARS = 250
+"""Bars of refits that would fit side by side; each is so wide, however irregular they come."""
 SMOOTH = 10
 """Steps of the moving mean of the reward."""
 BLUE, ORANGE, GREEN, RED, GREY = "#2563eb", "#d97706", "#059669", "#dc2626", "#94a3b8"
@@ -96,6 +98,7 @@ def refits(view: View) -> Chart:
     committed = thin(list(view.refits))
     when = [refit.wall - begin for refit in committed]
     text = [f"epoch {refit.epoch}, version {refit.version}, {len(refit.engines)} engines" for refit in committed]
+    width = max((when[-1] - when[0]) / BARS, 0.05) if when else 0.0
     rest = [max(0.0, refit.pause_s - refit.drain_s - refit.transfer_s) for refit in committed]
     parts = [
         ("drain", [refit.drain_s for refit in committed], ORANGE),
@@ -103,7 +106,7 @@ def refits(view: View) -> Chart:
         ("load, verify, commit", rest, GREY),
     ]
     data: list[dict[str, Any]] = [
-        {"type": "bar", "name": name, "x": when, "y": values, "text": text, "textposition": "none"}
+        {"type": "bar", "name": name, "x": when, "y": values, "width": width, "text": text, "textposition": "none"}
         | {"marker": {"color": color}, "hovertemplate": "%{text}<br>" + name + " %{y:.3f} s<extra></extra>"}
         for name, values, color in parts
         if committed
