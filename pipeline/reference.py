@@ -12,6 +12,7 @@ from contracts.envelope import STREAM_OF, STREAMS
 from contracts.events import Event
 
 HEADER = "<!-- Made by `python -m pipeline.reference` from the source. -->\n\n"
+TABLE = "| key | type | default | |\n| --- | --- | --- | --- |\n"
 
 
 def settings() -> str:
@@ -22,9 +23,7 @@ def settings() -> str:
     sections = [("", "RunConfig"), *_sections(classes["RunConfig"], "")]
     nested = [("trainer.loss", "LossConfig")]
     for prefix, name in [*sections, *nested]:
-        lines.append(
-            f"\n## {prefix or 'Run'}\n\n{_doc(classes[name])}\n\n| key | type | default | |\n| --- | --- | --- | --- |\n"
-        )
+        lines.append(f"\n## {prefix or 'Run'}\n\n{_doc(classes[name])}\n\n{TABLE}")
         lines += [
             f"| `{prefix + '.' if prefix else ''}{field}` | {_cell(annotation)} | {_cell(default)} | {meaning} |\n"
             for field, annotation, default, meaning in _fields(classes[name])

@@ -293,12 +293,19 @@ def _finite(value: Any) -> Any:
 
 
 class TensorBoard:
-    """Event files below `folder`, one tag a column."""
+    """Event files in `folder`. The library loads torch where it is installed, so it is left out of the start."""
 
     def __init__(self, folder: Path) -> None:
-        from tensorboardX import SummaryWriter
+        self._folder = folder
+        self._opened: Any = None
 
-        self._writer = SummaryWriter(str(folder), flush_secs=5)
+    @property
+    def _writer(self) -> Any:
+        if self._opened is None:
+            from tensorboardX import SummaryWriter
+
+            self._opened = SummaryWriter(str(self._folder), flush_secs=5)
+        return self._opened
 
     def write(self, row: Row) -> None:
         values: Mapping[str, float | int | None] = row.flat()
@@ -307,7 +314,9 @@ class TensorBoard:
                 self._writer.add_scalar(tag, value, row.step, walltime=row.wall)
 
     def flush(self) -> None:
-        self._writer.flush()
+        if self._opened is not None:
+            self._opened.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        if self._opened is not None:
+            self._opened.close()

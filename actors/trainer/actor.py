@@ -19,6 +19,7 @@ from actors.trainer.core import (
     Loaded,
     Offer,
     Offered,
+    Prune,
     Save,
     Saved,
     Send,
@@ -55,6 +56,7 @@ class TrainerShell:
         from actors.refit.transports.gloo import GlooSender
 
         self._context = context
+        self._checkpoints = Path(context.run_dir) / "checkpoints"
         self._sender = GlooSender(
             host=self._config.network.host, bucket_bytes=int(self._config.refit.bucket_mib * 2**20)
         )
@@ -67,6 +69,8 @@ class TrainerShell:
                 return await self._train(command)
             case Save():
                 return await self._on_policy_thread(lambda: self._save(command))
+            case Prune():
+                return await self._on_policy_thread(self._prune)
             case Offer():
                 return await self._offer(command)
             case Send():
@@ -138,12 +142,15 @@ class TrainerShell:
 
         assert self._policy is not None
         started = time.perf_counter()
-        root = Path(self._context.run_dir) / "checkpoints"
-        path = checkpoint.directory(root, command.version, command.step)
+        path = checkpoint.directory(self._checkpoints, command.version, command.step)
         meta = {"version": command.version, "step": command.step, "batch": command.batch, "run": self._context.run}
         size = self._policy.save(path, meta)
-        checkpoint.prune(root, self._config.checkpoint.keep)
         return Saved(version=command.version, path=str(path), bytes=size, seconds=time.perf_counter() - started)
+
+    def _prune(self) -> None:
+        from actors.trainer import checkpoint
+
+        checkpoint.prune(self._checkpoints, self._config.checkpoint.keep)
 
     def _freeze(self, version: int) -> None:
         """Keep a copy of the weights as they are now: the next step changes them in place."""

@@ -20,6 +20,7 @@ from contracts.events import (
     Bucket,
     CheckpointSaved,
     PolicyReady,
+    RefitCommitted,
     RefitFailed,
     RefitRequested,
     RunStarted,
@@ -61,6 +62,10 @@ class Save(msgspec.Struct, frozen=True):
     version: int
     step: int
     batch: int
+
+
+class Prune(msgspec.Struct, frozen=True):
+    """A newer checkpoint is announced: the oldest may go."""
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -176,6 +181,8 @@ class State(msgspec.Struct, frozen=True):
     covered: Covered = Covered()
     epoch: int = 0
     refit_deadline: float = 0.0
+    sending: bool = False
+    """The weights of `epoch` are being offered or sent: the barrier waits for us."""
     idle_since: float | None = None
     stopping: bool = False
 
@@ -220,7 +227,7 @@ class TrainerCore:
         return {"batches": max(0, QUEUE - len(state.queue))}
 
     def done(self, state: State) -> bool:
-        settled = state.phase in ("idle", "finished") and not state.trained
+        settled = state.phase in ("idle", "finished") and not state.trained and not state.sending
         return state.stopping and (settled or state.phase in ("off", "loading"))
 
     # --- life ---
@@ -237,6 +244,7 @@ class TrainerCore:
             version=version,
             queue=(*state.trained, *state.queue),
             trained=(),
+            sending=False,
             idle_since=None,
             stopping=False,
         )
@@ -261,13 +269,17 @@ class TrainerCore:
             case BatchReady() as batch:
                 return self._batch(state, Pending(input.ref, batch), now)
             case RefitRequested() as requested if requested.epoch > state.epoch:
-                state = msgspec.structs.replace(state, epoch=requested.epoch, refit_deadline=requested.deadline_at)
+                state = msgspec.structs.replace(
+                    state, epoch=requested.epoch, refit_deadline=requested.deadline_at, sending=True
+                )
                 timeout = max(0.0, requested.deadline_at - now)
                 return state, (Abandon(requested.epoch - 1), Offer(requested.epoch, requested.version, timeout))
             case TransferStarted() as started if started.epoch == state.epoch:
                 return state, (Send(started, max(0.0, state.refit_deadline - now)),)
             case RefitFailed() as failed if failed.epoch == state.epoch:
-                return state, (Abandon(failed.epoch),)
+                return msgspec.structs.replace(state, sending=False), (Abandon(failed.epoch),)
+            case RefitCommitted() as committed if committed.epoch == state.epoch:
+                return msgspec.structs.replace(state, sending=False), ()
             case RunStopping():
                 state = msgspec.structs.replace(state, stopping=True)
                 return self._next(state, now) if state.phase == "idle" else (state, ())
@@ -360,7 +372,7 @@ class TrainerCore:
             covered=Covered(path=input.path, version=state.version, step=state.step),
         )
         state, commands = self._next(state, now)
-        return state, (Emit(saved), *acks, *commands)
+        return state, (Emit(saved), *acks, Prune(), *commands)
 
     # --- transfer ---
 
@@ -383,7 +395,7 @@ class TrainerCore:
             event = TransferFinished(epoch=input.epoch, version=input.version, seconds=input.seconds, bytes=input.bytes)
         else:
             event = TransferFailed(epoch=input.epoch, phase=input.phase, error=input.error, reason=input.reason)
-        return state, (Emit(event),)
+        return msgspec.structs.replace(state, sending=isinstance(input, Offered)), (Emit(event),)
 
 
 def reward_metrics(batch: BatchReady) -> dict[str, float]:

@@ -173,5 +173,4 @@ class Attempt:
             journal=self._journal,
             deletes=self._releases,
             snapshot=snapshot,
-            keep_journal=False,
         )

@@ -96,6 +96,7 @@ def test_a_batch_is_acked_only_with_the_checkpoint_that_covers_it():
     commands = driver.saved()
     assert [c.ref.entry for c in commands if isinstance(c, Ack)] == ["1-0", "2-0"]
     assert emitted(commands)[0].batch == 1
+    assert core.Prune() in commands, "older checkpoints go only once the newer one is announced"
 
 
 def test_after_a_crash_uncovered_batches_are_trained_again_in_order_and_their_versions_abandoned():
@@ -205,6 +206,32 @@ def test_a_transfer_is_offered_sent_and_reported_under_its_epoch():
     started = events.TransferStarted(epoch=4, version=0, group="g", fresh=True, members=(), world_size=3)
     assert driver.feed(delivered(started)) == [core.Send(started, 58.0)]
     assert emitted(driver.feed(core.Sent(epoch=4, version=0, seconds=1.0, bytes=9)))[0].bytes == 9
+
+
+@pytest.mark.parametrize("end", ["sent", "broke", "failed", "committed"])
+def test_a_stopping_trainer_stays_until_the_barrier_does_not_need_it(end: str):
+    driver = Driver()
+    driver.boot()
+    requested = events.RefitRequested(
+        epoch=4, version=0, step=0, engines=(), gateways=(), drain="finish", deadline_at=70.0
+    )
+    driver.feed(delivered(requested))
+    driver.feed(delivered(events.RunStopping(reason="trained")))
+    assert not driver.core.done(driver.state)
+    driver.feed(core.Offered(epoch=4, version=0, address="h", port=1, buckets=(), bytes=9, digest="d"))
+    assert not driver.core.done(driver.state)
+    if end == "sent":
+        driver.feed(core.Sent(epoch=4, version=0, seconds=1.0, bytes=9))
+    elif end == "broke":
+        driver.feed(core.TransferBroke(epoch=4, phase="join", error="TimeoutError", reason="late"))
+    elif end == "failed":
+        driver.feed(delivered(events.RefitFailed(epoch=4, version=0, phase="join", reason="x")))
+    else:
+        commit = events.RefitCommitted(
+            epoch=4, version=0, step=0, engines=(), world_size=1, pause_s=1, drain_s=1, transfer_s=1, bytes=1
+        )
+        driver.feed(delivered(commit))
+    assert driver.core.done(driver.state)
 
 
 def test_late_results_and_requests_of_older_epochs_have_no_effect():
