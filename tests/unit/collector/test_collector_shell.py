@@ -35,7 +35,7 @@ from contracts.events import Provenance, TaskIssued
 from contracts.producer import DataError, Outcome, Session, Task
 
 REF = Ref("tasks", "1-0")
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Gateway:
