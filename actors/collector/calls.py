@@ -42,7 +42,8 @@ class Calls:
         self._threads = threads
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._idle = 0
+        self._pending = 0
+        self._busy = 0
         self._usable = 0
         self._stuck = 0
 
@@ -55,10 +56,9 @@ class Calls:
         """What `work()` returns or raises. Raises `CallTimeout` `deadline_s` after a thread took it up."""
         job = _Job(work)
         with self._lock:
-            if self._idle <= self._jobs.qsize() and self._usable < self._threads:
-                self._usable += 1
-                threading.Thread(target=self._serve, name=self._name, daemon=True).start()
-        self._jobs.put(job)
+            self._pending += 1
+            self._jobs.put(job)
+            self._staff()
         try:
             return await self._wait(job, deadline_s)
         finally:
@@ -78,12 +78,21 @@ class Calls:
                     raise error
                 return value
 
+    def _staff(self) -> None:
+        """With the lock held: one more thread if more jobs wait than threads are free, and there is room for it."""
+        if self._pending > self._usable - self._busy and self._usable < self._threads:
+            self._usable += 1
+            threading.Thread(target=self._serve, name=self._name, daemon=True).start()
+
     def _give_up(self, job: _Job) -> None:
         with self._lock:
             job.given_up = True
             if job.started is not None and not job.returned:
                 self._usable -= 1
+                self._busy -= 1
                 self._stuck += 1
+                # Jobs may be queued for the thread that is lost.
+                self._staff()
 
     def close(self) -> None:
         """Let idle threads end."""
@@ -92,15 +101,14 @@ class Calls:
 
     def _serve(self) -> None:
         while True:
-            with self._lock:
-                self._idle += 1
             job = self._jobs.get()
+            if job is None:
+                return
             with self._lock:
-                self._idle -= 1
-                if job is None:
-                    return
+                self._pending -= 1
                 if job.given_up:
                     continue
+                self._busy += 1
                 job.started = time.monotonic()
             outcome = _outcome(job.work)
             with self._lock:
@@ -108,6 +116,7 @@ class Calls:
                 if job.given_up:
                     self._stuck -= 1
                     return
+                self._busy -= 1
             # The loop may be gone: nobody waits for the answer then.
             with contextlib.suppress(RuntimeError):
                 job.loop.call_soon_threadsafe(_resolve, job.future, outcome)

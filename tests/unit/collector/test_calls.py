@@ -118,3 +118,15 @@ async def test_a_cancelled_call_in_the_queue_never_runs() -> None:
     assert ran == [2]
     assert pool.stuck == 0
     pool.close()
+
+
+async def test_a_queued_call_runs_although_every_thread_that_it_waited_for_got_stuck(calls: Calls) -> None:
+    release = threading.Event()
+    hanging = [asyncio.ensure_future(calls.run(lambda: release.wait(LONG_S), 0.05)) for _ in range(2)]
+    queued = asyncio.ensure_future(calls.run(lambda: 7, LONG_S))
+    assert await asyncio.wait_for(queued, LONG_S / 2) == 7
+    for call in hanging:
+        with pytest.raises(CallTimeout):
+            await call
+    assert calls.stuck == 2
+    release.set()
