@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 import struct
 import threading
 import time
@@ -302,8 +303,11 @@ def _connections() -> Iterator[socket.socket]:
     """Every TCP connection of this process, as a duplicate to be closed by the caller."""
     for name in os.listdir("/dev/fd"):
         try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
             connection = socket.socket(fileno=os.dup(int(name)))
         except OSError:
+            # The descriptor was closed since it was listed.
             continue
         if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
             yield connection

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -272,6 +273,15 @@ def test_a_new_offer_ends_a_transfer_that_still_runs(sender: GlooSender, backgro
     while not sending.done():
         sender.offer(weights(11))
     assert isinstance(sending.exception(), TransferError)
+
+
+def test_shutting_connections_down_leaves_no_descriptor_behind(sender: GlooSender, tmp_path: Path) -> None:
+    group = gloo._Group("g", None, [b"no address"], gloo._Meeting("127.0.0.1"))
+    with (tmp_path / "not a socket").open("w"), socket.socketpair()[0]:
+        before = os.listdir("/dev/fd")
+        for _ in range(3):
+            group.abort()
+        assert len(os.listdir("/dev/fd")) <= len(before)
 
 
 def test_join_that_succeeds_after_it_was_abandoned_leaves_no_group(
