@@ -138,7 +138,7 @@ class Clock(Protocol):
         ...
 
 
-class Entry(msgspec.Struct, frozen=True):
+class Entry(msgspec.Struct, frozen=True, array_like=True):
     """A raw entry of a stream: `data` is an encoded `Envelope` (in `journal:*` streams an encoded journal record)."""
 
     stream: str

@@ -132,20 +132,49 @@ def verify(run: str | None) -> None:
 
 
 @main.command()
+@click.argument("run", required=False)
+@click.option("--until", metavar="MOMENT", help="As it was then: an entry, an event's id, a time, or +SECONDS.")
+@click.option("--now", metavar="MOMENT", help="Judge as of this time rather than now, or the archive's end.")
+@click.option("--patience", metavar="S", type=float, default=15.0, show_default=True, help="Least length of a stall.")
+@click.option("--json", "as_json", is_flag=True, help="The whole diagnosis as JSON.")
+def why(run: str | None, until: str | None, now: str | None, patience: float, as_json: bool) -> None:
+    """Say what a run waits for and why. Exit code 1 if it is stuck."""
+    import msgspec
+
+    from pipeline import moments
+    from pipeline.launcher import config_of
+    from pipeline.rundir import RunDir
+    from pipeline.why import load, render
+    from pipeline.why.diagnosis import diagnose
+
+    directory = RunDir.find(run)
+    case = load.gather(directory, config_of(directory), moments.parse(until) if until else None)
+    at = case.now if now is None else moments.parse(now).time(case.model.started_at or case.now)
+    found = diagnose(case.model, case.config, at, case.evidence, patience)
+    if as_json:
+        click.echo(msgspec.json.encode(found).decode())
+    else:
+        for line in render.lines(found, case.stopped, ended=case.ended):
+            click.echo(line)
+    raise click.exceptions.Exit(Exit.FAILED if found.stuck else Exit.DONE)
+
+
+@main.command()
 @click.option("--seed", default=0, show_default=True, help="Same seed, same log, byte for byte.")
 @click.option("--engines", default=2, show_default=True, type=click.IntRange(1, 512))
 @click.option("--collectors", default=1, show_default=True, type=click.IntRange(1, 512))
 @click.option("--steps", default=20, show_default=True, type=click.IntRange(1))
 @click.option("--kills", default=0, show_default=True, type=click.IntRange(0), help="kill -9 of random actors.")
 @click.option("--pauses", default=0, show_default=True, type=click.IntRange(0), help="SIGSTOP of random actors.")
-@click.option("--out", type=click.Path(path_type=Path), help="Directory for the log, in the archive's format.")
+@click.option("--out", type=click.Path(path_type=Path), help="Run directory to write: log, journals, configuration.")
 @click.argument("settings", nargs=-1, metavar="[KEY=VALUE]...")
 def simulate(
     seed: int, engines: int, collectors: int, steps: int, kills: int, pauses: int, out: Path | None, settings: Any
 ) -> None:
     """Run the whole protocol on virtual time: real cores, simulated engines, trainer and environments."""
     from config.loading import ConfigError, load
-    from pipeline.simulate.run import Faults, archive
+    from pipeline.simulate import archive
+    from pipeline.simulate.run import Faults
     from pipeline.simulate.run import simulate as run
 
     sizes = [f"engine.count={engines}", f"launch.collectors={collectors}", f"steps={steps}"]
@@ -155,7 +184,7 @@ def simulate(
         raise PipelineError("\n".join(error.problems), Exit.USAGE) from error
     result = run(config, seed, Faults(kills=kills, pauses=pauses))
     if out is not None:
-        archive(result, out)
+        archive.write(result.world, config, out)
     for finding in result.findings:
         click.echo(f"{finding.rule}: {finding.message} (at {finding.event or 'the end'})")
     summary = result.summary

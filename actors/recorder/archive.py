@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -57,14 +57,8 @@ class Index(msgspec.Struct, frozen=True):
     segments: tuple[Segment, ...] = ()
 
 
-class _Record(msgspec.Struct, frozen=True, array_like=True):
-    stream: str
-    entry: str
-    data: bytes
-
-
 _frame_encoder = msgspec.msgpack.Encoder()
-_frame_decoder = msgspec.msgpack.Decoder(list[_Record])
+_frame_decoder = msgspec.msgpack.Decoder(list[Entry])
 
 
 class Writer:
@@ -84,7 +78,7 @@ class Writer:
         for segment in self._index.segments:
             for stream, span in segment.streams.items():
                 self.last[stream] = span.last
-        self._pending: list[_Record] = []
+        self._pending: list[Entry] = []
         self._writing = threading.Lock()
         self._file: int | None = None
         self._name = ""
@@ -97,7 +91,7 @@ class Writer:
         if stream in self.last and number(entry) <= number(self.last[stream]):
             return False
         self.last[stream] = entry
-        self._pending.append(_Record(stream, entry, data))
+        self._pending.append(Entry(stream, entry, data))
         return True
 
     def flush(self, now: float) -> int:
@@ -187,18 +181,30 @@ def has_writer(folder: Path) -> bool:
     return False
 
 
-def read(folder: Path, streams: Collection[str] | None = None) -> Iterator[Entry]:
+def read(
+    folder: Path, streams: Collection[str] | None = None, behind: Mapping[str, int] | None = None
+) -> Iterator[Entry]:
     """Archived records in the order in which they were archived, of `streams` or of all.
 
-    May run beside a writer: it then ends at the last whole frame. Raises `ArchiveError` for a damaged closed segment.
+    `behind` maps streams to a number up to which the caller needs no record: closed segments that hold nothing else are
+    skipped. May run beside a writer: it then ends at the last whole frame. Raises `ArchiveError` for a damaged closed
+    segment.
     """
     index = read_index(folder)
     for segment in index.segments:
-        if streams is None or not segment.streams.keys().isdisjoint(streams):
-            yield from _pick(_closed(folder, segment), streams)
+        if _wanted(segment, streams, behind or {}):
+            records = _closed(folder, segment)
+            yield from records if streams is None else _pick(records, streams)
     for path in _unlisted(folder, index):
         for records, _ in _frames(path, None):
-            yield from _pick(records, streams)
+            yield from records if streams is None else _pick(records, streams)
+
+
+def _wanted(segment: Segment, streams: Collection[str] | None, behind: Mapping[str, int]) -> bool:
+    return any(
+        (streams is None or stream in streams) and number(span.last) > behind.get(stream, -1)
+        for stream, span in segment.streams.items()
+    )
 
 
 def read_index(folder: Path) -> Index:
@@ -212,7 +218,7 @@ def read_index(folder: Path) -> Index:
         raise ArchiveError(f"{path} is damaged: {error}; delete it, it is made anew from the segments") from error
 
 
-def _closed(folder: Path, segment: Segment) -> Iterator[_Record]:
+def _closed(folder: Path, segment: Segment) -> Iterator[Entry]:
     path, found = folder / segment.file, 0
     if not path.exists():
         raise ArchiveError(f"{path} is missing: index.json lists {segment.records} records in it")
@@ -223,10 +229,8 @@ def _closed(folder: Path, segment: Segment) -> Iterator[_Record]:
         raise ArchiveError(f"{path} is damaged: {found} of {segment.records} records can be read")
 
 
-def _pick(records: Iterator[_Record] | list[_Record], streams: Collection[str] | None) -> Iterator[Entry]:
-    for record in records:
-        if streams is None or record.stream in streams:
-            yield Entry(record.stream, record.entry, record.data)
+def _pick(records: Iterator[Entry] | list[Entry], streams: Collection[str]) -> Iterator[Entry]:
+    return (record for record in records if record.stream in streams)
 
 
 def _unlisted(folder: Path, index: Index) -> list[Path]:
@@ -234,7 +238,7 @@ def _unlisted(folder: Path, index: Index) -> list[Path]:
     return [path for path in sorted(folder.glob("*.zst")) if path.name not in known]
 
 
-def _frames(path: Path, size: int | None) -> Iterator[tuple[list[_Record], int]]:
+def _frames(path: Path, size: int | None) -> Iterator[tuple[list[Entry], int]]:
     """The records of each whole frame within the first `size` bytes, and where it ends. Stops at the first torn one."""
     context = zstandard.ZstdDecompressor()
     with path.open("rb") as file:
@@ -255,7 +259,7 @@ def _frames(path: Path, size: int | None) -> Iterator[tuple[list[_Record], int]]
                     parts, frame = [], context.decompressobj()
 
 
-def _count(spans: dict[str, Span], records: list[_Record]) -> None:
+def _count(spans: dict[str, Span], records: list[Entry]) -> None:
     for record in records:
         span = spans.get(record.stream, Span(record.entry, record.entry, 0))
         spans[record.stream] = Span(span.first, record.entry, span.count + 1)

@@ -298,6 +298,13 @@ class Bus:
             raise BusError(f"{self.keys.config} is not set: the run was never started in this store, or was emptied")
         return data
 
+    async def memory(self) -> tuple[int, int]:
+        """Bytes that the store uses, and its limit (0: none)."""
+        info = await self._link.command("INFO", "memory")
+        text = info.decode() if isinstance(info, bytes) else str(info)
+        facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+        return int(facts.get("used_memory", 0)), int(facts.get("maxmemory", 0))
+
     async def depths(self, streams: Sequence[str], group: str | None = None) -> dict[str, Depth]:
         """How full the streams are and, with a group, how far behind it is (0 where it doesn't exist)."""
         lengths = await self._link.pipeline([["XLEN", self.keys.stream(stream)] for stream in streams])

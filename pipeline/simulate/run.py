@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from actors.recorder.archive import Writer
 from config.schema import RunConfig
 from contracts.envelope import Envelope, decode
 from contracts.events import Event, RunStarted
 from pipeline.simulate.shells import TrainerSim, shells
-from pipeline.simulate.world import START, Pace, World
+from pipeline.simulate.world import Pace, World
 from pipeline.verify import Finding, Summary, Verifier
 
 
@@ -71,16 +69,6 @@ def simulate(
         summary=verifier.summary(),
         world=world,
     )
-
-
-def archive(result: Result, out: Path) -> None:
-    """Write the log in the recorder's format. Raises `ArchiveError` if `out` holds another log."""
-    writer = Writer(out, START)
-    try:
-        for entry in result.world.store.log:
-            writer.append(entry.stream, entry.entry, entry.data)
-    finally:
-        writer.close(START + result.seconds)
 
 
 def _schedule(world: World, faults: Faults) -> None:

@@ -1,0 +1,184 @@
+"""Where the model and the evidence of a run come from: its archive, and the store and the processes while it lives."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+import socket
+import time
+from typing import Any
+
+import msgspec
+
+from actors import registry
+from actors.recorder import archive
+from actors.recorder.ordering import START, advance, number, settled
+from config.schema import RunConfig
+from contracts.envelope import STREAMS, WORK_STREAMS, decode
+from contracts.events import ActorBooted, RunStopping
+from pipeline import eventlog
+from pipeline.cores import core_of
+from pipeline.errors import PipelineError
+from pipeline.moments import Moment
+from pipeline.replay import journals
+from pipeline.rundir import RunDir
+from pipeline.why.model import Model
+from pipeline.why.result import Evidence, StoreFacts
+
+PAGE = 2000
+CONNECT_S = 2.0
+LOOKED_INTO = ("gateway", "collector", "engine")
+"""Kinds of actors whose state tells what no event does."""
+NORMAL = ("trained", "target reward reached", "no more tasks")
+"""Reasons of an end that is none of a stall."""
+
+
+class Case(msgspec.Struct, frozen=True):
+    """What is to be analysed. `stopped`: the run was stopped at `now` for this reason; the model ends before it."""
+
+    model: Model
+    config: RunConfig
+    now: float
+    evidence: Evidence
+    live: bool = False
+    stopped: str = ""
+
+    @property
+    def ended(self) -> bool:
+        """Nobody writes the log any more, although the run has not finished."""
+        return not self.live and not self.stopped and self.model.finished is None
+
+
+class Follower:
+    """Folds events and remembers the model as it was before the run was stopped."""
+
+    def __init__(self, until: Moment | None = None) -> None:
+        self.model = Model()
+        self.before_stop: tuple[Model, str, float] | None = None
+        self.last: dict[str, str] = {}
+        self.pids: dict[str, tuple[str, int]] = {}
+        self.done = False
+        self._until = until
+
+    def take(self, stream: str, entry: str, envelope: Any) -> bool:
+        """Fold one event; False once the moment is passed."""
+        at, position = envelope.wall_ns / 1e9, number(entry)
+        started = self.model.started_at if self.model.events else at
+        if self._until is not None and self._until.passed(position, envelope.id, at, started or at):
+            self.done = True
+            return False
+        if isinstance(envelope.body, RunStopping) and self.before_stop is None:
+            self.before_stop = (copy.deepcopy(self.model), envelope.body.reason, at)
+        elif isinstance(envelope.body, ActorBooted):
+            self.pids[envelope.body.actor] = (envelope.body.host, envelope.body.pid)
+        self.model.apply(envelope, position)
+        self.last[stream] = entry
+        if self.model.stopping is None:
+            self.before_stop = None
+        if self._until is not None and self._until.id == envelope.id:
+            self.done = True
+            return False
+        return True
+
+
+def gather(run: RunDir, config: RunConfig, until: Moment | None = None, *, look: bool = True) -> Case:
+    """Read a run up to `until`, or to its end and into the store while it is live. `look`: also into its actors.
+
+    The moment is the present for a live run, the last event for one that is read `until`, else the archive's end.
+
+    Raises `PipelineError` if the archive is damaged.
+    """
+    follower = Follower(until)
+    for entry, envelope in eventlog.archived(run):
+        if not follower.take(entry.stream, entry.entry, envelope):
+            break
+    live = until is None and follower.model.finished is None and archive.has_writer(run.events)
+    evidence = Evidence()
+    if live:
+        evidence = asyncio.run(_ask_store(run, config, follower, look=look))
+        evidence = msgspec.structs.replace(evidence, alive=_alive(follower.pids))
+    elif look and until is None:
+        evidence = _look_into(run, config)
+    if follower.before_stop is not None and follower.before_stop[1] not in NORMAL:
+        model, reason, at = follower.before_stop
+        return Case(model, config, at, Evidence(), stopped=reason)
+    now = time.time() if live else _end(run, follower, until)
+    return Case(follower.model, config, now, evidence, live=live)
+
+
+def _end(run: RunDir, follower: Follower, until: Moment | None) -> float:
+    """The last moment of which an archive tells."""
+    last = follower.model.last_at
+    if until is not None or follower.model.finished is not None:
+        return last
+    return max([last, *(segment.closed_at for segment in archive.read_index(run.events).segments[-1:])])
+
+
+def _look_into(run: RunDir, config: RunConfig) -> Evidence:
+    """The states of an archived run's actors; nothing if its journals can't be folded by this version."""
+    cores = {n: core_of(config, n) for n in registry.names(config) if registry.kind_of(n) in LOOKED_INTO}
+    try:
+        found = journals.latest(run, cores)
+    except (PipelineError, msgspec.DecodeError):
+        return Evidence()
+    return Evidence(
+        states={name: state for name, (state, _) in found.items()}, heard={name: at for name, (_, at) in found.items()}
+    )
+
+
+def _alive(pids: dict[str, tuple[str, int]]) -> dict[str, bool]:
+    """Whether the newest process of each actor of this host exists."""
+    here = socket.gethostname()
+    return {name: os.path.exists(f"/proc/{pid}") for name, (host, pid) in pids.items() if host == here and pid}
+
+
+async def _ask_store(run: RunDir, config: RunConfig, follower: Follower, *, look: bool) -> Evidence:
+    """Fold what the archive does not hold yet, and ask the store for itself and for the actors' states."""
+    from pipeline.bus import Bus, BusError
+
+    info = run.info()
+    url = os.environ.get("REDIS_URL") or info.redis_url or ""
+    try:
+        bus = await Bus.connect(url, info.run, actor="why", connect_s=CONNECT_S, outage_s=CONNECT_S)
+    except BusError as error:
+        return Evidence(store=StoreFacts(error=str(error)))
+    try:
+        cursors = {stream: follower.last.get(stream, START) for stream in STREAMS}
+        while found := settled(await bus.read_after(cursors, count=PAGE, block_ms=None), PAGE):
+            cursors = advance(cursors, found)
+            for entry in found:
+                follower.take(entry.stream, entry.entry, decode(entry.stream, entry.data))
+        states = await _states(bus, config) if look else {}
+        return Evidence(states=states, store=await _facts(bus))
+    except BusError as error:
+        return Evidence(store=StoreFacts(error=str(error)))
+    finally:
+        await bus.close()
+
+
+async def _states(bus: Any, config: RunConfig) -> dict[str, Any]:
+    """Each actor's state: its snapshot and the journal after it."""
+    from pipeline.runtime.journal import Journal, JournalDiverged
+
+    found: dict[str, Any] = {}
+    for name in registry.names(config):
+        if registry.kind_of(name) in LOOKED_INTO:
+            snapshot = await bus.snapshot(name)
+            records = await bus.journal(name, after=0 if snapshot is None else snapshot[0])
+            try:
+                found[name] = Journal(core_of(config, name)).fold(snapshot, records)[1]
+            except (JournalDiverged, msgspec.DecodeError):
+                continue
+    return found
+
+
+async def _facts(bus: Any) -> StoreFacts:
+    used, limit = await bus.memory()
+    depths = await bus.depths([*WORK_STREAMS, *(f"dead:{stream}" for stream in WORK_STREAMS)], group="readers")
+    return StoreFacts(
+        used=used,
+        limit=limit,
+        dead={stream: depths[f"dead:{stream}"].length for stream in WORK_STREAMS},
+        waiting={stream: depths[stream].lag or 0 for stream in WORK_STREAMS},
+    )

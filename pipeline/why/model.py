@@ -1,0 +1,387 @@
+"""The state of a run as its events tell it: who is up, what is under way, what is awaited. Pure: reads no clock.
+
+It is the fold that `pipeline why`, `diff`, `trace` and `bundle` look at. `apply` takes every event in log order; times
+are seconds since the Unix epoch, as the emitting actors read them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from actors.recorder.ordering import number
+from contracts import events as ev
+from contracts.envelope import Envelope
+from pipeline.why.facts import (
+    Actor,
+    Barrier,
+    Batch,
+    Engine,
+    Failed,
+    Group,
+    Loss,
+    Problem,
+    Result,
+    SampleProblem,
+    Skew,
+    Wait,
+    Waited,
+)
+
+SKEW_S = 2.0
+"""A smaller disagreement of clocks is not noted."""
+KEPT = 256
+"""Newest samples, problems and epochs that are remembered."""
+
+
+class Model:
+    """Feed `apply`; the attributes then describe the run up to the last event."""
+
+    def __init__(self) -> None:
+        self.run = ""
+        self.events = 0
+        self.position = 0
+        """Place of the last event in the log."""
+        self.started_at: float | None = None
+        self.last_at = 0.0
+        self.moved_at = 0.0
+        """Time of the last event that is progress, rather than a wait or a complaint."""
+        self.actors: dict[str, Actor] = {}
+        self.engines: dict[str, Engine] = {}
+        self.waits: dict[tuple[str, str], Wait] = {}
+        self.waited: dict[tuple[str, str], deque[Waited]] = {}
+        self.groups: dict[int, Group] = {}
+        self.batches: dict[int, Batch] = {}
+        self.group_s: deque[float] = deque(maxlen=KEPT)
+        """Seconds from issue to the last sample, of the latest complete groups."""
+        self.issued = 0
+        self.credit = 0
+        self.evals = 0
+        self.exhausted = False
+        self.drops: Counter[str] = Counter()
+        self.recent_drops: deque[tuple[float, int, str]] = deque(maxlen=KEPT)
+        self.rejected: Counter[str] = Counter()
+        self.results: deque[tuple[float, bool]] = deque(maxlen=KEPT)
+        """(time, usable) of the latest samples' results."""
+        self.sample_problems: deque[SampleProblem] = deque(maxlen=KEPT)
+        self.barrier: Barrier | None = None
+        self.past: deque[Barrier] = deque(maxlen=KEPT)
+        self.commit: ev.RefitCommitted | None = None
+        self.commit_at = 0.0
+        self.failed_epochs: deque[Failed] = deque(maxlen=KEPT)
+        """Epochs that failed since the last commit."""
+        self.requesters: dict[tuple[str, int], int] = {}
+        """(actor, boot) -> newest epoch that it requested."""
+        self.usurped: list[tuple[str, int, int, float]] = []
+        """(actor, boot, boot after it, time): it went on writing after its successor had booted."""
+        self.policy_ready = False
+        self.trainer_boot = 0
+        self.step = 0
+        self.step_at: float | None = None
+        self.step_s: deque[float] = deque(maxlen=KEPT)
+        self.steps_at: deque[float] = deque(maxlen=KEPT)
+        self.checkpoint: ev.CheckpointSaved | None = None
+        self.trained_out = False
+        self.losses: list[Loss] = []
+        self.problems: deque[Problem] = deque(maxlen=KEPT)
+        self.skews: dict[str, Skew] = {}
+        self._peak: tuple[float, str] = (0.0, "")
+        self._boot = 0
+        self.stopping: tuple[str, float] | None = None
+        self.finished: str | None = None
+        self._handlers: dict[type, Callable[[Any, float, str], None]] = {
+            event: getattr(self, f"_on_{tag.replace('.', '_')}")
+            for event, tag in ((event, event.__struct_config__.tag) for event in _kinds())
+            if hasattr(self, f"_on_{tag.replace('.', '_')}")
+        }
+
+    def apply(self, envelope: Envelope[Any], position: int | None = None) -> None:
+        """Consume the next event of the log, at place `position` of it (default: the next)."""
+        wall_ns, name, body, boot = envelope.wall_ns, envelope.actor, envelope.body, envelope.boot
+        at = wall_ns / 1e9
+        self.events += 1
+        self.position = self.position + 1 if position is None else position
+        if self.started_at is None:
+            self.started_at, self.run = at, envelope.run
+        self.last_at = at
+        actor = self.actors.get(name)
+        if actor is None:
+            actor = self.actors[name] = Actor()
+        actor.last_at = at
+        mono_ns = envelope.mono_ns
+        if mono_ns and wall_ns - mono_ns != actor.offset_ns:
+            self._clock(actor, name, at, wall_ns - mono_ns)
+        if at > self._peak[0]:
+            self._peak = (at, name)
+        elif self._peak[0] - at > SKEW_S:
+            self._late(name, at)
+        if boot < actor.boot and boot and type(body) is not ev.ActorLeft:
+            self.usurped.append((name, boot, actor.boot, at))
+        handler = self._handlers.get(type(body))
+        if handler is not None:
+            self._boot = boot
+            handler(body, at, name)
+
+    def apply_all(self, log: Iterable[Envelope[Any]]) -> Model:
+        for envelope in log:
+            self.apply(envelope)
+        return self
+
+    # --- what follows from the attributes ---
+
+    def untrained(self) -> dict[int, Batch]:
+        """Batches that were emitted and are not trained, or are to be trained again."""
+        return {number: batch for number, batch in self.batches.items() if batch.version is None}
+
+    def complete(self) -> dict[int, Group]:
+        """Groups of which every sample has ended, and that are in no batch yet."""
+        return {index: group for index, group in self.groups.items() if group.complete_at is not None}
+
+    def begun(self) -> dict[int, Group]:
+        """Groups of which some samples have ended, not all."""
+        return {i: group for i, group in self.groups.items() if group.complete_at is None and group.results}
+
+    def untouched(self) -> dict[int, Group]:
+        """Groups that were issued and of which no sample has ended."""
+        return {index: group for index, group in self.groups.items() if not group.results}
+
+    # --- clocks and fences ---
+
+    def _clock(self, actor: Actor, name: str, at: float, offset_ns: int) -> None:
+        """The wall and the monotonic clock of an actor keep their distance, over restarts on one host too."""
+        if actor.offset_ns is not None and abs(offset_ns - actor.offset_ns) > SKEW_S * 1e9:
+            moved = (offset_ns - actor.offset_ns) / 1e9
+            self.skews[name] = Skew(name, moved, at, "its wall clock jumped against its host's monotonic clock")
+        actor.offset_ns = offset_ns
+
+    def _late(self, name: str, at: float) -> None:
+        """No event lies long before one that was committed earlier."""
+        peak, ahead = self._peak
+        if name == "driver" or ahead == name:
+            return
+        culprit, seconds = self._odd_one(name, ahead, peak - at)
+        if culprit not in self.skews:
+            text = f"{name} wrote {peak - at:.1f} s before what {ahead} had written earlier"
+            self.skews[culprit] = Skew(culprit, seconds, at, text)
+
+    def _odd_one(self, behind: str, ahead: str, seconds: float) -> tuple[str, float]:
+        """Of two actors whose clocks disagree, the one that also disagrees with most others."""
+        offsets = sorted(a.offset_ns for a in self.actors.values() if a.offset_ns is not None)
+        middle = offsets[len(offsets) // 2] if offsets else 0
+        far = {name: abs((self.actors[name].offset_ns or 0) - middle) for name in (behind, ahead)}
+        return (ahead, seconds) if far[ahead] > far[behind] else (behind, -seconds)
+
+    # --- tasks, groups, batches ---
+
+    def _on_task_issued(self, event: ev.TaskIssued, at: float, by: str) -> None:
+        if event.split == "eval":
+            self.evals += 1
+            return
+        self.moved_at = at
+        self.issued = max(self.issued, event.index + 1)
+        self.groups[event.index] = Group(event.task, event.samples, at, self.position)
+
+    def _on_trajectory_finished(self, event: ev.TrajectoryFinished, at: float, by: str) -> None:
+        self.results.append((at, True))
+        self._result(event, at, by, usable=event.valid)
+
+    def _on_sample_failed(self, event: ev.SampleFailed, at: float, by: str) -> None:
+        self.results.append((at, False))
+        self.sample_problems.append(SampleProblem(event.index, by, event.failure, event.reason, at))
+        self._result(event, at, by, usable=False)
+
+    def _result(self, event: ev.TrajectoriesEvent, at: float, by: str, *, usable: bool) -> None:
+        group = self.groups.get(event.index) if event.split == "train" else None
+        if group is None or event.sample in group.results:
+            return
+        self.moved_at = at
+        group.results[event.sample] = Result(at, by, usable, self.position)
+        if len(group.results) >= group.size and group.complete_at is None:
+            group.complete_at = at
+            self.group_s.append(at - group.issued_at)
+
+    def _on_trajectory_rejected(self, event: ev.TrajectoryRejected, at: float, by: str) -> None:
+        self.rejected[event.reason] += 1
+
+    def _on_group_dropped(self, event: ev.GroupDropped, at: float, by: str) -> None:
+        self.drops[event.reason] += 1
+        self.recent_drops.append((at, event.index, event.reason))
+        self.groups.pop(event.index, None)
+
+    def _on_batch_ready(self, event: ev.BatchReady, at: float, by: str) -> None:
+        self.moved_at = at
+        self.batches[event.batch] = Batch(at, tuple(group.index for group in event.groups), self.position)
+        for group in event.groups:
+            self.groups.pop(group.index, None)
+
+    def _on_credit_granted(self, event: ev.CreditGranted, at: float, by: str) -> None:
+        self.credit = max(self.credit, event.total)
+
+    def _on_data_exhausted(self, event: ev.DataExhausted, at: float, by: str) -> None:
+        self.exhausted = True
+
+    # --- trainer ---
+
+    def _on_policy_ready(self, event: ev.PolicyReady, at: float, by: str) -> None:
+        self.moved_at = at
+        self.policy_ready, self.trainer_boot, self.step = True, event.trainer_boot, event.step
+        for batch in self.batches.values():
+            if batch.version in event.abandoned:
+                batch.version = None
+
+    def _on_step_finished(self, event: ev.StepFinished, at: float, by: str) -> None:
+        self.moved_at = at
+        self.step, self.step_at = event.step, at
+        self.step_s.append(event.seconds)
+        self.steps_at.append(at)
+        if event.batch in self.batches:
+            self.batches[event.batch].version = event.version
+
+    def _on_checkpoint_saved(self, event: ev.CheckpointSaved, at: float, by: str) -> None:
+        self.moved_at = at
+        self.checkpoint = event
+        covered = [n for n, batch in self.batches.items() if n <= event.batch and batch.version is not None]
+        for batch in covered:
+            del self.batches[batch]
+
+    def _on_training_finished(self, event: ev.TrainingFinished, at: float, by: str) -> None:
+        self.trained_out = True
+
+    # --- refit ---
+
+    def _on_refit_requested(self, event: ev.RefitRequested, at: float, by: str) -> None:
+        if self.barrier is not None:
+            self._end(at, "abandoned")
+        self.barrier = Barrier(
+            epoch=event.epoch,
+            version=event.version,
+            since=at,
+            deadline_at=event.deadline_at,
+            drain=event.drain,
+            by=(by, self._boot),
+            gates=dict.fromkeys((member.actor for member in event.gateways), None),
+            drained=dict.fromkeys((member.actor for member in event.engines), None),
+        )
+        self.requesters[by, self._boot] = event.epoch
+        for member in event.engines:
+            self._mode(member.actor, member.boot, "uncertain", at)
+
+    def _on_gate_closed(self, event: ev.GateClosed, at: float, by: str) -> None:
+        if self.barrier is not None and event.epoch == self.barrier.epoch:
+            self.barrier.gates[event.gateway] = at
+
+    def _on_engine_drained(self, event: ev.EngineDrained, at: float, by: str) -> None:
+        if self.barrier is not None and event.epoch == self.barrier.epoch:
+            self.barrier.drained[event.engine] = at
+
+    def _on_transfer_offered(self, event: ev.TransferOffered, at: float, by: str) -> None:
+        if self.barrier is not None and event.epoch == self.barrier.epoch:
+            self.barrier.offered_at = at
+
+    def _on_transfer_started(self, event: ev.TransferStarted, at: float, by: str) -> None:
+        if self.barrier is not None and event.epoch == self.barrier.epoch:
+            self.barrier.started_at = at
+            self.barrier.loaded = dict.fromkeys((member.engine for member in event.members), None)
+
+    def _on_transfer_finished(self, event: ev.TransferFinished, at: float, by: str) -> None:
+        if self.barrier is not None and event.epoch == self.barrier.epoch:
+            self.barrier.finished_at = at
+
+    def _on_engine_loaded(self, event: ev.EngineLoaded, at: float, by: str) -> None:
+        if self.barrier is not None and event.epoch == self.barrier.epoch:
+            self.barrier.loaded[event.engine] = at
+
+    def _on_engine_quarantined(self, event: ev.EngineQuarantined, at: float, by: str) -> None:
+        self._mode(event.engine, event.boot, "quarantined", at, event.reason)
+        if self.barrier is not None and event.epoch == self.barrier.epoch:
+            self.barrier.drained.pop(event.engine, None)
+            self.barrier.loaded.pop(event.engine, None)
+
+    def _on_refit_committed(self, event: ev.RefitCommitted, at: float, by: str) -> None:
+        self.moved_at = at
+        self.commit, self.commit_at = event, at
+        self.failed_epochs.clear()
+        for member in event.engines:
+            self._mode(member.actor, member.boot, "serving", at)
+        if self.barrier is not None and event.epoch == self.barrier.epoch:
+            self._end(at, "committed")
+
+    def _on_refit_failed(self, event: ev.RefitFailed, at: float, by: str) -> None:
+        dead = () if self.barrier is None else tuple(self.barrier.deaths)
+        self.failed_epochs.append(Failed(event.epoch, event.phase, event.reason, at, dead))
+        if self.barrier is not None and event.epoch == self.barrier.epoch:
+            self._end(at, "failed")
+
+    def _end(self, at: float, how: str) -> None:
+        assert self.barrier is not None
+        self.barrier.end, self.barrier.ended_at = how, at
+        self.past.append(self.barrier)
+        self.barrier = None
+
+    # --- fleet ---
+
+    def _mode(self, engine: str, boot: int, mode: str, at: float, reason: str = "") -> None:
+        self.engines[engine] = Engine(boot, mode, at, reason)
+
+    def _on_engine_ready(self, event: ev.EngineReady, at: float, by: str) -> None:
+        self.moved_at = at
+        self._mode(event.engine, event.boot, "uncertain", at)
+
+    def _on_engine_dead(self, event: ev.EngineDead, at: float, by: str) -> None:
+        self._mode(event.engine, event.boot, "dead", at, event.reason)
+        if self.barrier is not None:
+            self.barrier.deaths.append(event.engine)
+
+    def _on_actor_booted(self, event: ev.ActorBooted, at: float, by: str) -> None:
+        actor = self.actors.setdefault(event.actor, Actor())
+        actor.boots, actor.boot, actor.booted_at, actor.host = actor.boots + 1, event.boot, at, event.host
+        actor.left, actor.failed = False, ""
+        if event.actor.startswith("engine-"):
+            if self.barrier is not None and event.actor in self.barrier.drained:
+                self.barrier.deaths.append(event.actor)
+            self._mode(event.actor, event.boot, "starting", at)
+        if event.actor == "trainer":
+            self.policy_ready = False
+        for key in [key for key in self.waits if key[0] == event.actor]:
+            del self.waits[key]
+
+    def _on_actor_left(self, event: ev.ActorLeft, at: float, by: str) -> None:
+        self.actors.setdefault(event.actor, Actor()).left = True
+
+    # --- control ---
+
+    def _on_wait_started(self, event: ev.WaitStarted, at: float, by: str) -> None:
+        self.waits[event.actor, event.on] = Wait(event.actor, event.on, event.cause, at, event.deadline_at)
+
+    def _on_wait_ended(self, event: ev.WaitEnded, at: float, by: str) -> None:
+        self.waits.pop((event.actor, event.on), None)
+        self.waited.setdefault((event.actor, event.on), deque(maxlen=KEPT)).append(Waited(at, event.seconds))
+
+    def _on_actor_failed(self, event: ev.ActorFailed, at: float, by: str) -> None:
+        self.problems.append(Problem(event.actor, event.error, event.message, event.fatal, at))
+        self.actors.setdefault(event.actor, Actor()).failed = f"{event.error}: {event.message}"
+
+    def _on_bus_data_lost(self, event: ev.DataLost, at: float, by: str) -> None:
+        self.losses.append(Loss(event.stream, event.entries, event.reason, at))
+        gone = {number(entry) for entry in event.entries}
+        for group in self.groups.values():
+            group.lost += [sample for sample, result in group.results.items() if result.position in gone]
+            if group.position in gone:
+                group.lost += group.missing()
+        for batch in self.batches.values():
+            batch.lost = batch.lost or batch.position in gone
+
+    def _on_run_started(self, event: ev.RunStarted, at: float, by: str) -> None:
+        self.stopping, self.finished = None, None
+        self.started_at = self.moved_at = at
+
+    def _on_run_stopping(self, event: ev.RunStopping, at: float, by: str) -> None:
+        self.stopping = (event.reason, at)
+
+    def _on_run_finished(self, event: ev.RunFinished, at: float, by: str) -> None:
+        self.finished = event.reason
+
+
+def _kinds() -> tuple[type, ...]:
+    return ev.Event.__args__  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,0 +1,168 @@
+"""What is called stuck, and the causes that the gallery of stalls does not show."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from actors.trainer import core as trainer
+from contracts import events
+from contracts.events import GateClosed, TransferOffered
+from pipeline.why.diagnosis import cycles, diagnose
+from pipeline.why.look import finding, span
+from pipeline.why.model import Model
+from pipeline.why.result import Edge, Evidence, StoreFacts
+from tests.stalls.gallery import PATIENT
+from tests.stalls.scene import BASE, Scene
+from tests.unit.view.story import batch, stepped, trained
+
+
+def scene_of(arrange: object = None, config: object = BASE, seconds: float = 120.0) -> Scene:
+    scene = Scene(config)  # type: ignore[arg-type]
+    if callable(arrange):
+        arrange(scene)
+    scene.start()
+    scene.run(seconds)
+    return scene
+
+
+def test_a_store_that_does_not_answer_is_the_cause_whatever_else_shows():
+    scene = scene_of(lambda scene: scene.swallow("trainer", trainer.Train, lambda command: command.step == 3))
+    evidence = Evidence(store=StoreFacts(error="connection refused"))
+    found = diagnose(scene.model(), BASE, scene.world.now(), evidence)
+    assert found.cause is not None
+    assert (found.stuck, found.cause.code) == (True, "store_unreachable")
+
+
+def test_a_trainer_that_does_not_offer_is_told_from_one_that_waits():
+    scene = scene_of(
+        lambda scene: scene.swallow("trainer", trainer.Offer, lambda command: command.epoch >= 4), config=PATIENT
+    )
+    found = scene.diagnose()
+    assert found.cause is not None
+    assert (found.cause.code, found.cause.culprit) == ("trainer_not_offering", "trainer")
+
+
+def _mute(scene: Scene, name: str, event: type, epoch: int) -> None:
+    """Events of a kind never leave the core of an actor from an epoch on."""
+    core = scene[name].core
+    step = core.step
+
+    def muted(state: object, input: object, now: float) -> tuple[object, list[object]]:
+        state, commands = step(state, input, now)
+        return state, [c for c in commands if not _is(c, event, epoch)]
+
+    core.step = muted
+
+
+def _is(command: object, event: type, epoch: int) -> bool:
+    emitted = getattr(command, "event", None)
+    return isinstance(emitted, event) and getattr(emitted, "epoch", 0) >= epoch
+
+
+def test_a_gateway_that_never_says_that_its_gate_is_closed_is_named():
+    scene = scene_of(lambda scene: _mute(scene, "gateway-0", GateClosed, 4), config=PATIENT)
+    found = scene.diagnose()
+    assert found.cause is not None
+    assert (found.cause.code, found.cause.culprit) == ("gate_not_closed", "gateway-0")
+
+
+def test_epochs_that_fail_for_no_pattern_are_shown_with_their_reasons():
+    def broken(scene: Scene) -> None:
+        perform = scene["trainer"].shell.perform
+
+        def performs(actor: object, command: object) -> None:
+            if isinstance(command, trainer.Offer) and command.epoch >= 4:
+                scene["trainer"].after(0.1, trainer.TransferBroke(command.epoch, "offer", "OSError", "no free port"))
+            else:
+                perform(actor, command)
+
+        scene["trainer"].shell.perform = performs
+
+    found = scene_of(broken).diagnose()
+    assert found.cause is not None
+    assert (found.cause.code, found.cause.culprit) == ("refits_fail", "refit")
+    assert "no free port" in found.cause.text
+
+
+def test_a_buffer_that_holds_enough_groups_and_emits_none_is_silent():
+    scene = scene_of(lambda scene: _mute(scene, "buffer", events.BatchReady, 0), seconds=90.0)
+    found = scene.diagnose()
+    assert found.cause is not None
+    assert (found.cause.code, found.cause.culprit) == ("actor_silent", "buffer")
+
+
+@pytest.mark.parametrize("event", [TransferOffered])
+def test_the_frontier_lists_who_has_answered_and_who_has_not(event: type):
+    scene = scene_of(lambda scene: _mute(scene, "trainer", event, 4), config=PATIENT)
+    barrier = scene.diagnose().barrier
+    assert barrier is not None
+    assert barrier.phase == "drain"
+    assert [(each.member, each.event) for each in barrier.missing] == [("trainer", "transfer.offered")]
+    assert set(barrier.arrived) == {"gate.closed gateway-0", "engine.drained engine-0", "engine.drained engine-1"}
+
+
+def test_a_wait_is_no_stall_before_it_takes_a_multiple_of_its_usual_length():
+    story = trained(0)
+    story.add(events.PolicyReady(version=0, step=0, parent_version=None, trainer_boot=1))
+    for number in range(1, 4):
+        story.add(events.WaitStarted(actor="trainer", on="buffer", cause="no batch"))
+        story.add(events.WaitEnded(actor="trainer", on="buffer", seconds=100.0), after=100.0)
+        story.add(batch(number, [1.0]))
+        story.add(stepped(number))
+    story.add(events.WaitStarted(actor="trainer", on="buffer", cause="no batch"))
+    model = Model().apply_all(story.log)
+    assert not diagnose(model, BASE, story.now + 390.0).stuck
+    assert diagnose(model, BASE, story.now + 430.0).stuck
+
+
+def test_a_finished_run_is_not_stuck_however_long_ago_it_ended():
+    story = trained(3)
+    story.add(events.RunStopping(reason="trained"))
+    story.add(events.RunFinished(reason="trained"))
+    found = diagnose(Model().apply_all(story.log), BASE, story.now + 1e6)
+    assert not found.stuck
+    assert "finished (trained)" in found.headline
+
+
+def test_an_empty_log_is_not_stuck():
+    assert "has not begun" in diagnose(Model(), BASE, 0.0).headline
+
+
+def test_trainers_that_are_busy_bound_the_pace():
+    model = Model().apply_all(trained(8).log)
+    model.step_s = type(model.step_s)([5.5] * 8)
+    found = diagnose(model, BASE, model.last_at)
+    assert found.pressure is not None
+    assert found.pressure.stage == "trainer"
+    assert found.pressure.shares["trainer busy"] > 0.7
+
+
+def test_a_trainer_that_starves_points_to_the_rollouts():
+    scene = Scene(replace(BASE, rollout=replace(BASE.rollout, open_groups=1)))
+    scene.start()
+    scene.run(60.0)
+    found = scene.diagnose()
+    assert found.pressure is not None
+    assert found.pressure.stage in ("collector", "environment")
+
+
+def test_cycles_are_found_once_each():
+    def edge(waiter: str, on: str) -> Edge:
+        return Edge(waiter, on, "", 0.0)
+
+    assert cycles([edge("a", "b"), edge("b", "c"), edge("c", "b")]) == (("b", "c"),)
+    assert cycles([edge("a", "b"), edge("b", "a")]) == (("a", "b"),)
+    assert cycles([edge("a", "b"), edge("b", "c")]) == ()
+
+
+def test_a_finding_needs_a_known_cause():
+    with pytest.raises(KeyError):
+        finding("nonsense", "trainer", "text", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-1.0, "0.0 s"), (4.26, "4.3 s"), (42.0, "42 s"), (123.0, "2 min 3 s"), (7500.0, "2 h 5 min")]
+)
+def test_spans_read_like_speech(seconds: float, text: str):
+    assert span(seconds) == text
