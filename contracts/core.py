@@ -80,7 +80,11 @@ class Raise(msgspec.Struct, frozen=True):
 
 
 class Release(msgspec.Struct, frozen=True):
-    """Delete payload keys."""
+    """Nobody needs these payloads any more: they are deleted once the log up to this step is archived.
+
+    Emitted by the last one that needs them: the buffer for what is never trained, the trainer in the step that
+    announces the checkpoint covering what was. Keys are never used again.
+    """
 
     keys: tuple[str, ...]
 
@@ -155,6 +159,10 @@ class Store(Protocol):
 
     async def trim(self, stream: str, floor: str) -> int:
         """Delete entries below `floor` that every reader is done with; answers how many."""
+        ...
+
+    async def discard(self, upto: str) -> int:
+        """Delete the payloads released at or before entry `upto`, up to which the log is archived; answers how many."""
         ...
 
 

@@ -194,7 +194,9 @@ class RecorderShell:
         return Flushed(cursors, size, command.rotate)
 
     async def _trim(self, command: Trim) -> None:
-        removed = {stream: await self._context.store.trim(stream, floor) for stream, floor in command.floors.items()}
+        store = self._context.store
+        removed = {stream: await store.trim(stream, floor) for stream, floor in command.floors.items()}
+        removed["payloads"] = await store.discard(command.archived)
         self._context.log.info("trimmed", **{stream: count for stream, count in removed.items() if count})
 
     def _unwritable(self, error: OSError) -> Fatal:

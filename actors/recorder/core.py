@@ -1,9 +1,9 @@
 """When the archive is flushed, when a segment ends, and what may be trimmed.
 
 Nothing is trimmed before it is durable, nor before every actor of the run has booted once: an actor reads the broadcast
-streams from their start, and protects what it has not read by storing its cursors soon after its boot. What is trimmed
-was durable one trimming interval ago, which leaves time for that, and for followers that store no cursor (driver,
-`pipeline log --follow`).
+streams from their start, and protects what it has not read by storing its cursors before it announces its boot. What is
+trimmed was durable one trimming interval ago, which leaves time for followers that store no cursor (driver, `pipeline
+log --follow`). Payloads go when they were released, so nobody needs them, and are archived.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ class Flush(msgspec.Struct, frozen=True):
 
 
 class Trim(msgspec.Struct, frozen=True):
-    """Delete entries below these floors from the store."""
+    """Delete from the store entries below these floors, and payloads released up to `archived`."""
 
     floors: dict[str, str]
+    archived: str
 
 
 class State(msgspec.Struct, frozen=True):
@@ -177,7 +178,7 @@ class RecorderCore:
             state = replace(state, flushing=True, unflushed=0, dirty_since=None)
         if state.trim_at is not None and now >= state.trim_at and not state.closed:
             if state.floors:
-                commands.append(Trim({**state.floors, OWN_JOURNAL: EVERYTHING}))
+                commands.append(Trim({**state.floors, OWN_JOURNAL: EVERYTHING}, _archived(state.cursors)))
             complete = self._actors <= set(state.booted)
             state = replace(state, floors=state.cursors if complete else {}, trim_at=now + TRIM_S)
         return state, commands
@@ -191,3 +192,9 @@ class RecorderCore:
     def _segment_full(self, state: State, now: float) -> bool:
         aged = state.segment_since is not None and now >= state.segment_since + self._config.segment_s
         return aged or state.segment_bytes >= self._config.segment_mib * 2**20
+
+
+def _archived(cursors: Mapping[str, str]) -> str:
+    """The last event of the log that is durable. The log is archived in order, so all before it are too."""
+    events = [entry for stream, entry in cursors.items() if not stream.startswith("journal:")]
+    return max(events, key=number, default=START)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from config.schema import RunConfig
-from contracts.core import Ack, Booted, Delivered, Emit, Ref, Step
+from contracts.core import Ack, Booted, Delivered, Emit, Ref, Release, Step
 from contracts.events import (
     BatchReady,
     Bucket,
@@ -364,6 +364,8 @@ class TrainerCore:
             seconds=input.seconds,
         )
         acks = tuple(Ack(item.ref) for item in state.trained)
+        samples = [sample for item in state.trained for group in item.batch.groups for sample in group.samples]
+        release = Release(tuple(sample.payload.key for sample in samples))
         state = msgspec.structs.replace(
             state,
             phase="idle",
@@ -372,7 +374,7 @@ class TrainerCore:
             covered=Covered(path=input.path, version=state.version, step=state.step),
         )
         state, commands = self._next(state, now)
-        return state, (Emit(saved), *acks, Prune(), *commands)
+        return state, (Emit(saved), *acks, release, Prune(), *commands)
 
     # --- transfer ---
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from contracts.core import Entry
 from pipeline.bus import scripts
 from pipeline.bus.errors import (
@@ -26,6 +28,10 @@ DEFAULT_LIMITS = Limits()
 FETCH = 32
 """Payloads asked for in one command."""
 JOURNAL_PAGE = 1000
+DEAD = 10_000
+"""Entries that a dead-letter stream keeps."""
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(list[str]).decode
 
 
 class Bus:
@@ -104,6 +110,7 @@ class Bus:
             cursors=Key(keys.cursors),
             registers=Key(keys.registers),
             order=Key(keys.order),
+            released=Key(keys.released),
             journal=Key(keys.journal(self.actor)),
             snapshot=Key(keys.snapshot(self.actor)),
             actor=self.actor,
@@ -117,9 +124,8 @@ class Bus:
             adds=[(Key(keys.stream(stream)), data) for stream, data in commit.adds],
             positions=[(position.stream, position.entry) for position in commit.cursors],
             records=commit.journal,
-            deletes=[Key(keys.payload(id)) for id in commit.deletes],
+            releases=[_encode(commit.releases)] if commit.releases else [],
             states=[] if commit.snapshot is None else [commit.snapshot],
-            keep_journal=int(commit.keep_journal),
         )
 
     def _lease(self, lease: Lease) -> tuple[Key, str, str]:
@@ -150,7 +156,11 @@ class Bus:
             raise TooLarge(what, len(data), limit, field)
 
     async def advance(self, boot: int, cursors: Mapping[str, str]) -> None:
-        """Store cursors without a step, so that `trim` need not keep what was read and ignored. Raises Fenced."""
+        """Store cursors without a step: new ones, and those that moved on over what was read and ignored.
+
+        An actor stores its cursors before it says that it has booted, so that `trim` spares what it has yet to read.
+        Raises Fenced.
+        """
         keys = self.keys
         call = scripts.advance(Key(keys.boots), Key(keys.cursors), self.actor, boot, list(cursors.items()))
         current = await self._link.call(call)
@@ -201,11 +211,12 @@ class Bus:
     async def bury(self, stream: str, group: str, entry: str, *, reason: str, now: float) -> str:
         """Move an entry in hand to the dead-letter stream `dead:<stream>` and ack it; answers its id there.
 
+        The newest 10,000 are kept there; an older one is left in the archive, under its `origin`.
         Its fields there: `e` (the data), `origin` (the id), `reason`, `at` (`now`, seconds), `deliveries`. Raises
         LeaseLostError if the entry is not ours, which is also the answer to a repeated call.
         """
         key, dead = Key(self.keys.stream(stream)), Key(self.keys.dead(stream))
-        buried = await self._link.call(scripts.bury(key, dead, group, self.actor, entry, reason, now))
+        buried = await self._link.call(scripts.bury(key, dead, group, self.actor, entry, reason, now, DEAD))
         self._reader.release(stream, group, [entry])
         if buried is None:
             raise LeaseLostError(self.actor, [Lease(stream, group, entry)])
@@ -230,18 +241,33 @@ class Bus:
         """
         return await self._reader.inputs(counts, cursors, group, block_ms or 0)
 
-    async def trim(self, stream: str, floor: str) -> Trimmed:
+    async def trim(self, stream: str, floor: str, readers: Sequence[str] = ()) -> Trimmed:
         """Delete entries below `floor` that every reader is done with.
 
-        What stays: from each group's oldest pending (else next) entry on; what lies behind any actor's stored cursor;
-        a journal's records after its actor's snapshot.
+        What stays: from each group's oldest pending (else next) entry on; what lies behind the stored cursor of any of
+        the actors `readers` (none named: of any actor); a journal's records after its actor's snapshot.
         """
         keys = self.keys
         actor = stream.removeprefix("journal:")
         snapshots = [Key(keys.snapshot(actor))] if actor != stream else []
-        call = scripts.trim(Key(keys.stream(stream)), Key(keys.cursors), f"/{stream}", floor, snapshots)
+        call = scripts.trim(Key(keys.stream(stream)), Key(keys.cursors), f"/{stream}", floor, readers, snapshots)
         removed, first = await self._link.call(call)
         return Trimmed(removed, first.decode() or None)
+
+    async def discard(self, upto: str) -> int:
+        """Delete the payloads whose release lies at or before entry `upto` of the log; answers how many there were.
+
+        To be called once everything up to `upto` is archived, with the payloads. May be cut short and repeated: a
+        payload's id is never used again.
+        """
+        deleted, last = 0, upto.partition("-")[0]
+        while True:
+            page = await self._link.command("XRANGE", self.keys.released, "-", last, "COUNT", FETCH)
+            if not page:
+                return deleted
+            ids = [id for _, fields in page for id in _decode(fields[1])]
+            deleted += await self._link.command("UNLINK", *(self.keys.payload(id) for id in ids))
+            await self._link.command("XDEL", self.keys.released, *(entry for entry, _ in page))
 
     # --- state ---
 

@@ -63,12 +63,10 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
     """(stream, entry) in the order of the streams."""
     acks: Sequence[Lease] = ()
     cursors: Sequence[Position] = ()
-    deletes: Sequence[str] = ()
-    """Payloads to release."""
+    releases: Sequence[str] = ()
+    """Payloads that nobody needs any more; `Bus.discard` deletes them once the log up to here is archived."""
     snapshot: bytes | None = None
     """The state after `seq_to`."""
-    keep_journal: bool = True
-    """With a snapshot: False drops the journal up to `seq_to`."""
 
 
 class Committed(msgspec.Struct, frozen=True):

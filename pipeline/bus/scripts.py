@@ -26,6 +26,7 @@ def commit(
     cursors: Key,
     registers: Key,
     order: Key,
+    released: Key,
     journal: Key,
     snapshot: Key,
     actor: str,
@@ -39,9 +40,8 @@ def commit(
     adds: Sequence[tuple[Key, bytes]],
     positions: Sequence[tuple[str, str]],
     records: Sequence[bytes],
-    deletes: Sequence[Key],
+    releases: Sequence[bytes],
     states: Sequence[bytes],
-    keep_journal: int,
 ) -> list[Any]:
     """
     -- One transaction of an actor. All checks come before the first write, so it is all or nothing. Answers
@@ -94,13 +94,11 @@ def commit(
     for _, ack in ipairs(acks) do redis.call('XACK', ack[1], ack[2], ack[3]) end
     for _, position in ipairs(positions) do redis.call('HSET', cursors, actor .. '/' .. position[1], position[2]) end
     for _, raise in ipairs(raises) do redis.call('HSET', registers, raise[1], raise[2]) end
-    for _, key in ipairs(deletes) do redis.call('UNLINK', key) end
-    for _, state in ipairs(states) do
-      redis.call('HSET', snapshot, 'seq', seq_to, 'state', state)
-      if keep_journal == '0' then
-        redis.call('XTRIM', journal, 'MINID', '=', string.format('%.0f-0', seq_to + 1))
-      end
+    for _, release in ipairs(releases) do
+      -- Under the number of the log's last event: the events that name these payloads are not above it.
+      redis.call('XADD', released, string.format('%.0f-*', redis.call('GET', order) or 0), 'e', release)
     end
+    for _, state in ipairs(states) do redis.call('HSET', snapshot, 'seq', seq_to, 'state', state) end
     redis.call('HSET', seqs, actor, seq_to)
     redis.call('HSET', replies, actor, seq_from .. ' ' .. table.concat(added, ' '))
     return {'OK', added}
@@ -131,8 +129,9 @@ def advance(boots: Key, cursors: Key, actor: str, boot: int, positions: Sequence
     for _, position in ipairs(positions) do
       local field = actor .. '/' .. position[1]
       local ms, seq = parts(position[2])
-      local stored_ms, stored_seq = parts(redis.call('HGET', cursors, field) or '0-0')
-      if ms > stored_ms or (ms == stored_ms and seq > stored_seq) then
+      local stored = redis.call('HGET', cursors, field)
+      local stored_ms, stored_seq = parts(stored or '0-0')
+      if not stored or ms > stored_ms or (ms == stored_ms and seq > stored_seq) then
         redis.call('HSET', cursors, field, position[2])
       end
     end
@@ -208,16 +207,18 @@ def renew(stream: Key, group: str, consumer: str, ids: Sequence[str]) -> list[by
 
 
 @script
-def bury(stream: Key, dead: Key, group: str, consumer: str, id: str, reason: str, now: float) -> bytes | None:
+def bury(
+    stream: Key, dead: Key, group: str, consumer: str, id: str, reason: str, now: float, keep: int
+) -> bytes | None:
     """
-    -- Move an entry that the consumer owns to the dead-letter stream and ack it.
+    -- Move an entry that the consumer owns to the dead-letter stream, which keeps the newest `keep`, and ack it.
     -- Answers the id there, or nil if the consumer doesn't own it. `e` is empty if the entry was gone from its stream.
     local pending = redis.call('XPENDING', stream, group, id, id, 1, consumer)[1]
     if not pending then return false end
     local entry = redis.call('XRANGE', stream, id, id)[1]
     local data = entry and entry[2][2] or ''
-    local buried = redis.call('XADD', dead, '*', 'e', data, 'origin', id, 'reason', reason, 'at', now,
-                              'deliveries', pending[4])
+    local buried = redis.call('XADD', dead, 'MAXLEN', '=', keep, '*', 'e', data, 'origin', id, 'reason', reason,
+                              'at', now, 'deliveries', pending[4])
     redis.call('XACK', stream, group, id)
     return buried
     """
@@ -225,11 +226,13 @@ def bury(stream: Key, dead: Key, group: str, consumer: str, id: str, reason: str
 
 
 @script
-def trim(stream: Key, cursors: Key, suffix: str, floor: str, snapshots: Sequence[Key]) -> list[Any]:
+def trim(
+    stream: Key, cursors: Key, suffix: str, floor: str, readers: Sequence[str], snapshots: Sequence[Key]
+) -> list[Any]:
     """
     -- Delete the entries below `floor` that every reader is done with: below each group's oldest pending entry, or its
-    -- next one if none is pending; not above a stored cursor whose field ends in `suffix`; in a journal (`snapshots`
-    -- names its snapshot) not above the snapshot.
+    -- next one if none is pending; not above a stored cursor whose field is one of `readers` (none: anybody's) and
+    -- `suffix`; in a journal (`snapshots` names its snapshot) not above the snapshot.
     -- Answers {removed, id of the oldest entry left or ''}.
     if redis.call('EXISTS', stream) == 0 then return {0, ''} end
     local ms, seq = floor:match('^(%d+)-?(%d*)$')
@@ -245,9 +248,12 @@ def trim(stream: Key, cursors: Key, suffix: str, floor: str, snapshots: Sequence
       local pending = redis.call('XPENDING', stream, group['name'])
       if pending[1] > 0 then hold(pending[2], 0) else hold(group['last-delivered-id'], 1) end
     end
+    local counts = {}
+    for _, reader in ipairs(readers) do counts[reader .. suffix] = true end
     local stored = redis.call('HGETALL', cursors)
     for i = 1, #stored, 2 do
-      if stored[i]:sub(-#suffix) == suffix then hold(stored[i + 1], 1) end
+      local mine = stored[i]:sub(-#suffix) == suffix
+      if mine and (#readers == 0 or counts[stored[i]]) then hold(stored[i + 1], 1) end
     end
     for _, key in ipairs(snapshots) do
       hold(string.format('%.0f-0', (redis.call('HGET', key, 'seq') or 0) + 1), 0)

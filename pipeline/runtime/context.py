@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from actors import registry
 from contracts.core import Entry
 
 if TYPE_CHECKING:
@@ -15,14 +16,19 @@ if TYPE_CHECKING:
 class BusStore:
     """Read access to the whole log."""
 
-    def __init__(self, bus: Bus) -> None:
+    def __init__(self, bus: Bus, actors: Sequence[str]) -> None:
         self._bus = bus
+        self._actors = actors
 
     async def read_after(self, cursors: Mapping[str, str], count: int, block_ms: int) -> list[Entry]:
         return await self._bus.read_after(cursors, count=count, block_ms=block_ms)
 
     async def trim(self, stream: str, floor: str) -> int:
-        return (await self._bus.trim(stream, floor)).removed
+        """An actor that the run no longer has, after a resume with fewer of them, holds nothing back."""
+        return (await self._bus.trim(stream, floor, self._actors)).removed
+
+    async def discard(self, upto: str) -> int:
+        return await self._bus.discard(upto)
 
 
 class ActorContext:
@@ -36,7 +42,7 @@ class ActorContext:
         self.clock = runtime.clock
         self.log = runtime.log
         self.config = runtime.config
-        self._store = BusStore(runtime.bus)
+        self._store = BusStore(runtime.bus, registry.names(runtime.config))
         self.run_dir = runtime.run_dir
 
     @property

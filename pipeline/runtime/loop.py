@@ -100,6 +100,7 @@ class Runtime:
         stored = await self.bus.cursors()
         machine.cursors.update({stream: entry for stream, entry in stored.items() if stream in machine.cursors})
         self._seen, self._stored = dict(machine.cursors), dict(machine.cursors)
+        await self.bus.advance(boot, machine.cursors)
         return machine
 
     async def _turn(self) -> None:

@@ -171,6 +171,6 @@ class Attempt:
             acks=[Lease(ref.stream, GROUP, ref.entry) for ref in self.acked],
             cursors=[Position(s, c) for s, c in self.cursors.items() if c != "0-0"],
             journal=self._journal,
-            deletes=self._releases,
+            releases=self._releases,
             snapshot=snapshot,
         )

@@ -74,7 +74,7 @@ class MemoryStore:
         self.seqs[actor] = commit.seq_to
         self.registers.update(commit.registers)
         self.payloads.update(commit.payloads)
-        for key in commit.deletes:
+        for key in commit.releases:
             self.payloads.pop(key, None)
         for ack in commit.acks:
             self.streams[ack.stream].pending.pop(_number(ack.entry), None)

@@ -106,7 +106,7 @@ async def test_a_commit_writes_all_its_parts(store: Store) -> None:
             payloads=[("p", b"\x00\xff")],
             adds=adds,
             cursors=[Position("news", "5-1")],
-            deletes=["old"],
+            releases=["old"],
             snapshot=b"state",
         )
     )
@@ -124,6 +124,7 @@ async def test_a_commit_writes_all_its_parts(store: Store) -> None:
     assert await bus.snapshot() == (3, b"state")
     assert await bus.journal() == [b"record 1", b"second", b"third"]
     assert await bus.depths(["tasks"], GROUP) == {"tasks": Depth(length=1, pending=0, lag=0)}
+    assert await bus.discard(done.entries[-1]) == 1
     with pytest.raises(PayloadMissing, match="payload old is not in the store"):
         await bus.payloads(["p", "old"])
 
@@ -250,15 +251,11 @@ async def test_checks_come_in_the_order_fence_sequence_lease_register(store: Sto
     await refused(store, bus, step(boot, 1, **broken), RegisterStale)
 
 
-async def test_a_snapshot_drops_the_journal_only_if_asked(store: Store) -> None:
+async def test_a_snapshot_leaves_the_journal_to_the_archive(store: Store) -> None:
     bus, boot = await booted(store, "a")
     await bus.commit(step(boot, 0))
     await bus.commit(step(boot, 1, snapshot=b"two"))
     assert (await bus.snapshot(), len(await bus.journal())) == ((2, b"two"), 2)
-    await bus.commit(step(boot, 2, snapshot=b"three", keep_journal=False))
-    assert (await bus.snapshot(), await bus.journal()) == ((3, b"three"), [])
-    await bus.commit(step(boot, 3))
-    assert await bus.journal(after=3) == [b"record 4"]
 
 
 async def test_a_boot_learns_the_last_committed_sequence(store: Store) -> None:
@@ -292,8 +289,10 @@ async def test_advance_moves_cursors_forward_only_and_is_fenced(store: Store) ->
     await bus.commit(step(boot, 0, cursors=[Position("news", "5-1")]))
     await bus.advance(boot, {"news": "4-9", "fleet": "3-0"})
     assert await bus.cursors() == {"news": "5-1", "fleet": "3-0"}
-    await bus.advance(boot, {"news": "5-0", "fleet": "3-1"})
-    assert await bus.cursors() == {"news": "5-1", "fleet": "3-1"}
+    await bus.advance(boot, {"never": START})
+    assert (await bus.cursors())["never"] == START
+    await bus.advance(boot, {"news": "5-0", "fleet": "3-1", "never": START})
+    assert await bus.cursors() == {"news": "5-1", "fleet": "3-1", "never": START}
     await bus.advance(boot, {"news": "6-0"})
     assert (await bus.cursors())["news"] == "6-0"
     new, _ = await booted(store, "a")
@@ -450,6 +449,15 @@ async def test_a_buried_entry_is_in_the_dead_letter_stream_and_acked(store: Stor
     assert await store.command("XLEN", "{dead:tasks}") == 2
 
 
+async def test_a_dead_letter_stream_keeps_the_newest(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "DEAD", 2)
+    bus, _, tasks = await working(store, "a", entries=4)
+    for task in tasks:
+        await bus.bury("tasks", GROUP, task, reason="x", now=1.0)
+    kept = await store.command("XRANGE", "{dead:tasks}", "-", "+")
+    assert [fields[1] for _, fields in kept] == [b"task 2", b"task 3"]
+
+
 # --- broadcast ---
 
 
@@ -569,6 +577,44 @@ async def test_trimming_keeps_what_lies_behind_a_stored_cursor(store: Store) -> 
     await bus.advance(boot, {"news": ids[3]})
     trimmed = await bus.trim("news", "9999999999999")
     assert (trimmed.removed, trimmed.first) == (2, None)
+
+
+async def test_trimming_spares_an_actor_that_has_read_nothing_and_forgets_one_that_is_no_more(store: Store) -> None:
+    bus, boot = await booted(store, "a")
+    gone, left = await booted(store, "gone-1")
+    ids = [await bus.post("news", b"x") for _ in range(2)]
+    await bus.advance(boot, {"news": ids[1]})
+    await gone.advance(left, {"news": START})
+    assert (await bus.trim("news", "99-0")).removed == 0
+    assert (await bus.trim("news", "99-0", ["a", "gone-1"])).removed == 0
+    assert (await bus.trim("news", "99-0", ["a", "gone"])).removed == 2
+
+
+async def test_a_payload_outlives_its_release_until_the_log_is_archived_so_far(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "FETCH", 2)
+    bus, boot = await booted(store, "a")
+    first = await bus.commit(step(boot, 0, payloads=[("p", b"1")], adds=[("out", b"names p")]))
+    await bus.commit(step(boot, 1, releases=["p"]))
+    second = await bus.commit(step(boot, 2, payloads=[("q", b"2"), ("r", b"3")], adds=[("out", b"q, r")]))
+    for seq in range(3, 6):
+        await bus.commit(step(boot, seq, releases=["q", "never"] if seq == 4 else [f"r{seq}"]))
+    assert await bus.discard("0-0") == 0
+    assert await bus.payloads(["p", "q", "r"]) == [b"1", b"2", b"3"]
+    assert await bus.discard(first.entries[0]) == 1
+    assert await bus.payloads(["q", "r"]) == [b"2", b"3"]
+    assert await bus.discard(second.entries[0]) == 1
+    assert await bus.payloads(["r"]) == [b"3"]
+    assert await bus.discard(second.entries[0]) == 0
+    assert await store.command("XLEN", "{released}") == 0
+
+
+async def test_a_payload_may_be_released_before_the_first_event(store: Store) -> None:
+    bus, boot = await booted(store, "a")
+    await bus.commit(step(boot, 0, payloads=[("p", b"1")]))
+    await bus.commit(step(boot, 1, releases=["p"]))
+    assert await bus.discard("0-0") == 1
 
 
 async def test_trimming_keeps_the_journal_behind_the_snapshot(store: Store) -> None:

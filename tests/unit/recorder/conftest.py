@@ -46,6 +46,7 @@ class Log:
         self.streams: defaultdict[str, list[Entry]] = defaultdict(list)
         self.blobs: dict[str, bytes] = {}
         self.trimmed: dict[str, str] = {}
+        self.discarded: list[str] = []
         self.inputs: list[Any] = []
         self.got_input = asyncio.Event()
         self._count = 0
@@ -96,6 +97,10 @@ class Log:
         before = len(self.streams[stream])
         self.streams[stream] = [e for e in self.streams[stream] if number(e.entry) >= number(floor)]
         return before - len(self.streams[stream])
+
+    async def discard(self, upto: str) -> int:
+        self.discarded.append(upto)
+        return 1
 
     # --- context ---
 

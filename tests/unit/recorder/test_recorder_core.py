@@ -116,9 +116,9 @@ def test_what_was_durable_at_the_last_trimming_goes_at_the_next() -> None:
     assert driver.step(Tick(), TRIM_S) == []
     driver.step(Appended(1))
     driver.tick()
-    driver.step(Flushed({"policy": "9-0", "journal:buffer": "3-0"}, 1, False))
+    driver.step(Flushed({"policy": "9-0", "ledger": "8-0", "journal:buffer": "30-0"}, 1, False))
     expected = {"policy": "5-0", "journal:buffer": "3-0", OWN_JOURNAL: EVERYTHING}
-    assert driver.step(Tick(), TRIM_S) == [Trim(expected)]
+    assert driver.step(Tick(), TRIM_S) == [Trim(expected, "9-0")], "journals number their own records"
     assert driver.state.floors["policy"] == "9-0"
 
 
@@ -208,3 +208,4 @@ def test_no_trim_goes_beyond_what_is_durable(story: list[str]) -> None:
                 flushing, taken = True, written
             if isinstance(command, Trim):
                 assert number(command.floors.get("policy", "0-0")) <= durable
+                assert number(command.archived) == durable

@@ -214,8 +214,9 @@ async def test_trimming_passes_on_the_floors(log: Any) -> None:
     shell = await start(log)
     for event in step(0):
         log.add(event)
-    await shell.perform(Trim({"policy": "2-0", "batches": "5-0"}))
+    await shell.perform(Trim({"policy": "2-0", "batches": "5-0"}, "7-0"))
     assert log.trimmed == {"policy": "2-0", "batches": "5-0"}
+    assert log.discarded == ["7-0"]
     await shell.close()
 
 

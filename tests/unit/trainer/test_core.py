@@ -13,7 +13,7 @@ from actors.trainer import core
 from actors.trainer.core import QUEUE, State, TrainerCore, reward_metrics
 from config.schema import CheckpointConfig, RunConfig
 from contracts import events
-from contracts.core import Ack, Booted, Delivered, Emit, Ref, Tick
+from contracts.core import Ack, Booted, Delivered, Emit, Ref, Release, Tick
 from contracts.envelope import STREAM_OF, Envelope
 from contracts.events import BatchReady, GroupRef, PayloadRef, SampleRef
 
@@ -90,10 +90,14 @@ def test_a_batch_is_acked_only_with_the_checkpoint_that_covers_it():
     driver = Driver(every=2)
     driver.boot()
     driver.feed(batch(0))
-    assert not any(isinstance(c, Ack | core.Save) for c in driver.trained())
+    assert not any(isinstance(c, Ack | Release | core.Save) for c in driver.trained())
     driver.feed(batch(1))
     assert driver.trained()[-1] == core.Save(version=2, step=2, batch=1)
     commands = driver.saved()
+    (release,) = [c for c in commands if isinstance(c, Release)]
+    assert release.keys == tuple(
+        s.payload.key for n in (0, 1) for g in batch(n).envelope.body.groups for s in g.samples
+    )
     assert [c.ref.entry for c in commands if isinstance(c, Ack)] == ["1-0", "2-0"]
     assert emitted(commands)[0].batch == 1
     assert core.Prune() in commands, "older checkpoints go only once the newer one is announced"
