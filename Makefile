@@ -21,7 +21,7 @@ install: $(VENV)/.installed ## Make .venv from the constraints file
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[dev]'
 	touch $@
 
 CORES := $(foreach actor,source collector buffer trainer refit engine gateway recorder,--cov=actors.$(actor).core)

@@ -66,8 +66,11 @@ class Host:
         foreign = _differs(driver, same_root)
         if foreign:
             return Left("foreign", foreign)
-        from contracts.core import Fatal
-        from pipeline.runtime import run_actor
+        from actors.startup import absent, uncollected
+
+        with uncollected(), absent("rich"):
+            from contracts.core import Fatal
+            from pipeline.runtime import run_actor
 
         try:
             return Left(

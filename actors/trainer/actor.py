@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from actors.startup import uncollected
 from actors.trainer.core import (
     Abandon,
     Load,
@@ -53,7 +54,8 @@ class TrainerShell:
         self._copies: dict[int, list[tuple[str, Any]]] = {}
 
     async def start(self, context: Context) -> None:
-        from actors.refit.transports.gloo import GlooSender
+        with uncollected():
+            from actors.refit.transports.gloo import GlooSender
 
         self._context = context
         self._checkpoints = Path(context.run_dir) / "checkpoints"
@@ -93,9 +95,10 @@ class TrainerShell:
     # --- policy ---
 
     def _load(self, command: Load) -> Loaded:
-        from actors import models
-        from actors.trainer.checkpoint import CheckpointError
-        from actors.trainer.torch_policy import TorchPolicy
+        with uncollected():
+            from actors import models
+            from actors.trainer.checkpoint import CheckpointError
+            from actors.trainer.torch_policy import TorchPolicy
 
         config = self._config
         started = time.perf_counter()

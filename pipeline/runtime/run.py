@@ -11,6 +11,7 @@ import msgspec
 import structlog
 
 from actors import registry
+from actors.startup import uncollected
 from config.schema import RunConfig
 from contracts.core import Fatal
 from contracts.envelope import STREAM_OF, Envelope, encode
@@ -39,7 +40,9 @@ async def _run(name: str, url: str, run: str, run_dir: Path) -> str:
     bus = await Bus.connect(url, run, actor=name)
     try:
         config = msgspec.json.decode(await bus.get_config(), type=RunConfig)
-        runtime = Runtime(registry.build(config, name), bus, run, name, config, str(run_dir), WallClock(), log)
+        with uncollected():
+            shell = registry.build(config, name)
+        runtime = Runtime(shell, bus, run, name, config, str(run_dir), WallClock(), log)
         await runtime.run()
         boot = runtime.machine.identity.boot
         if name != RECORDER:

@@ -40,6 +40,7 @@ class Run:
 
     def wait_for(self, wanted: Callable[[list[dict]], bool]) -> list[dict]:
         """The log as soon as `wanted(log)`."""
+        self._deadline = time.monotonic() + PATIENCE_S
         while True:
             log = self.events() if (self.path / "events").exists() else []
             if wanted(log):
@@ -50,6 +51,7 @@ class Run:
 
     def end(self) -> int:
         """The exit code."""
+        self._deadline = time.monotonic() + PATIENCE_S
         try:
             return self.process.wait(max(1.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -74,6 +76,10 @@ def steps(log: list[dict]) -> list[dict]:
     return [event for event in log if event["kind"] == "step.finished"]
 
 
+def boots(log: list[dict], actor: str) -> list[dict]:
+    return [event for event in log if event["kind"] == "actor.booted" and event["actor"] == actor]
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     """Start runs of the tiny recipe; whatever still runs at the end is killed."""
@@ -90,4 +96,18 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
     yield begin
     for run in runs:
+        run.kill()
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    """One long run that many faults are caused in, one after another; it must be clean when it is stopped in order."""
+    path = tmp_path_factory.mktemp("endless") / "run"
+    run = Run(path, str(TINY), f"run_dir={path}", "steps=100000", "checkpoint.every=10")
+    yield run
+    try:
+        run.process.send_signal(signal.SIGINT)
+        assert run.end() == 130, run.tail()
+        run.verify()
+    finally:
         run.kill()

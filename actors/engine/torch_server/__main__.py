@@ -11,6 +11,8 @@ import signal
 import sys
 from pathlib import Path
 
+from actors.startup import uncollected
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -47,7 +49,8 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # a failed NCCL collective first answers its caller; torch's own watchdog would end the process before that
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    from actors.engine.torch_server.serve import serve
+    with uncollected():
+        from actors.engine.torch_server.serve import serve
 
     return asyncio.run(serve(args))
 

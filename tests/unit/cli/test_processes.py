@@ -122,6 +122,55 @@ def test_ray_that_can_not_be_had_is_an_error_that_names_the_setting(tmp_path: Pa
     there.stop()
 
 
+@pytest.fixture
+def late_ray(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A Ray whose node is always late; the calls that it saw."""
+    import ray
+
+    calls: list[str] = []
+
+    def init(**options: object) -> None:
+        calls.append("init")
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: calls.append("shutdown"))
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    return calls
+
+
+def test_a_local_ray_that_is_late_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late_ray: list[str]
+) -> None:
+    import ray
+
+    late = ray.init
+
+    def init(**options: object) -> None:
+        monkeypatch.setattr(ray, "init", lambda **options: late_ray.append("up"))
+        late(**options)
+
+    monkeypatch.setattr(ray, "init", init)
+    here = Cluster(RunConfig(), tmp_path)
+    here.start()
+    assert late_ray == ["init", "shutdown", "up"]
+    here.stop()
+
+
+def test_a_local_ray_that_is_always_late_and_a_cluster_that_is_not_there_fail_with_their_reason(
+    tmp_path: Path, late_ray: list[str]
+) -> None:
+    for address, tries in ((None, cluster.STARTS), ("127.0.0.1:1", 1)):
+        late_ray.clear()
+        one = Cluster(RunConfig(launch=LaunchConfig(ray_address=address)), tmp_path)
+        with pytest.raises(PipelineError, match="timed out during startup") as caught:
+            one.start()
+        assert caught.value.code is Exit.FAILED
+        assert str(address) in str(caught.value)
+        assert late_ray == ["init", "shutdown"] * tries
+        one.stop()
+
+
 def test_a_cluster_that_was_not_started_needs_no_stop(tmp_path: Path) -> None:
     Cluster(RunConfig(), tmp_path).stop()
 
