@@ -82,12 +82,27 @@ def across_fields(config: RunConfig) -> list[str]:
             rollout.samples <= SAMPLES,
             f"rollout.samples={rollout.samples} exceeds {SAMPLES}, the most that one request may ask for",
         ),
+        *[
+            (
+                _compiles(pattern),
+                f"rollout.invalid_tool_call_patterns: {pattern!r} is no regular expression",
+            )
+            for pattern in rollout.invalid_tool_call_patterns
+        ],
         (
             all(0.0 <= beta < 1.0 for beta in trainer.betas),
             f"trainer.betas={list(trainer.betas)}: each must be at least 0 and under 1",
         ),
     ]
     return [problem for holds, problem in rules if not holds]
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True
 
 
 # --- the schema's shape ----------------------------------------------------------------------------------------------

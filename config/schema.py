@@ -16,6 +16,8 @@ Seconds = Annotated[float, msgspec.Meta(gt=0)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
 
+Noncontiguous = Literal["error", "truncate", "drop", "split"]
+
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of all sections."""
@@ -56,6 +58,19 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     retry_backoff_s: Seconds = 0.5
     open_groups: Positive = 64
     """Groups that one collector works on at a time."""
+    noncontiguous: Noncontiguous = "error"
+    """When a conversation does not continue the tokens of its episode: `error` refuses the turn and fails the sample,
+    `truncate` keeps what comes before it, `drop` lets the episode end and leaves it out, `split` begins a new
+    sequence."""
+    invalid_tool_calls: Literal["keep", "penalise", "mask"] = "keep"
+    """What an answer with a malformed or unknown tool call does to its sample. `mask` keeps it out of baseline and
+    loss."""
+    invalid_tool_call_patterns: tuple[str, ...] = ()
+    """Regular expressions that mark an answer as an invalid tool call too."""
+    malformed_thinking: Literal["keep", "penalise", "mask"] = "keep"
+    """The same for thinking tags that do not pair up."""
+    flaw_penalty: NonNegativeFloat = 1.0
+    """Taken off the reward of a sample once for each of the two kinds that is set to `penalise`."""
 
 
 class BufferConfig(Section, frozen=True, kw_only=True):
@@ -169,6 +184,8 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     retries: NonNegative = 5
     """Times a request is sent to another engine after an infrastructure error."""
     max_body_mib: Positive = 16
+    max_episodes: Positive = 4096
+    """Episodes of agents that may be open at a time."""
 
 
 class NetworkConfig(Section, frozen=True, kw_only=True):

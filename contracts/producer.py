@@ -36,11 +36,31 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
-    """One answer of the policy. `stop_reason`: `stop` or `length`."""
+    """One answer of the policy. `stop_reason`: `stop` or `length`.
+
+    `message` is the answer to `Session.chat` as a chat message: content, `reasoning_content` and `tool_calls` taken
+    apart. Append it to the conversation for the next turn. `flaws` names malformed thinking and tool calls in it.
+    """
 
     text: str
     tokens: int
     stop_reason: str
+    message: dict[str, Any] = {}
+    flaws: tuple[str, ...] = ()
+
+
+class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Where an agent that speaks OpenAI's API finds the policy, for one rollout.
+
+    `base_url` ends in `/v1` and serves chat completions and responses; any API key will do. An agent whose base URL is
+    fixed sends `session` in the body instead. Every turn is recorded behind it, until the rollout returns.
+    """
+
+    base_url: str
+    session: str
+    temperature: float
+    max_new_tokens: int
+    deadline_s: float
 
 
 class DataError(Exception):
@@ -54,8 +74,16 @@ class Session(Protocol):
         """One turn; `prompt` is the text that follows what the episode holds so far."""
         ...
 
-    async def chat(self, messages: list[dict[str, Any]]) -> Completion:
-        """One turn; `messages` is the whole conversation, rendered by the model's chat template."""
+    async def chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> Completion:
+        """One turn; `messages` is the whole conversation, rendered by the model's chat template.
+
+        `tools`, in OpenAI's form, are offered to the model. What the conversation repeats of earlier answers keeps the
+        tokens that were sampled; see `rollout.noncontiguous` for one that says something else.
+        """
+        ...
+
+    async def endpoint(self) -> Endpoint:
+        """An address for an agent that calls the policy itself. A rollout uses either this or the turns above."""
         ...
 
 

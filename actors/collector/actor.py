@@ -26,14 +26,15 @@ from actors.collector.core import (
     ThreadsStuck,
     Try,
 )
+from actors.collector.grading import graded
 from actors.collector.session import RolloutSession, Transcript
 from actors.environments.loading import ProducerError, is_multi_turn, load
 from actors.gateway import client as gateway
-from config.schema import RunConfig
+from config.schema import RolloutConfig, RunConfig
 from contracts import trajectory
 from contracts.core import Context, Fatal, Ref
 from contracts.events import FailureKind
-from contracts.producer import DataError, Outcome, Task
+from contracts.producer import DataError, Endpoint, Outcome, Task
 from contracts.trajectory import Sampling, Trajectory, TrajectoryError
 
 T = TypeVar("T")
@@ -134,6 +135,8 @@ class CollectorShell:
             if outcome is not None:
                 transcript = Transcript(self._sampling)
                 transcript.add(answer.prompt_ids, sample)
+                flaws = [(1, flaw) for flaw in sample.parsed.flaws] if sample.parsed else []
+                outcome = graded(outcome, flaws, [sample.text], None, self._config.rollout)
                 self._finish(command, each, transcript, outcome, started)
 
         await asyncio.gather(*(score(*pair) for pair in zip(command.tries, answer.samples, strict=True)))
@@ -157,22 +160,31 @@ class CollectorShell:
         async def generate(**asked: Any) -> gateway.Generated:
             return await self._generate(command, each, deadline, **asked)
 
-        session = RolloutSession(generate, self._sampling)
+        rules = self._config.rollout
+        name, sampling = self._episode_name(command, each), self._seeded(command, each, "episode")
+        remote = _Remote(self._client(command.url), name, sampling, rules, deadline)
+        session = RolloutSession(generate, self._sampling, rules, remote)
         bounded = _bounded(self._play(_task(command), session), deadline.left())
         outcome = await self._settled(command, (each,), bounded)
+        if session.diverged is not None:
+            self._context.log.warning("noncontiguous", task=command.task.task, sample=each.sample, at=session.diverged)
         if outcome is not None:
+            outcome = graded(outcome, session.flaws, session.texts, session.diverged, rules)
             self._finish(command, each, session.transcript, outcome, started)
 
     async def _play(self, task: Task, session: RolloutSession) -> Outcome:
         """The producer's rollout. An infrastructure failure in its last turn outweighs what it makes of it."""
         try:
-            value = await self._producer.rollout(task, session)
-        except Exception as error:
-            session.raise_infra()
-            if isinstance(error, DataError | gateway.Problem):
-                raise
-            raise Failed("infra", f"producer {self._name!r}: rollout raised {_name(error)}: {error}") from error
-        session.raise_infra()
+            try:
+                value = await self._producer.rollout(task, session)
+            except Exception as error:
+                await session.settle()
+                if isinstance(error, DataError | gateway.Problem):
+                    raise
+                raise Failed("infra", f"producer {self._name!r}: rollout raised {_name(error)}: {error}") from error
+            await session.settle()
+        finally:
+            await session.abandon()
         if not session.transcript.ids:
             raise DataError("the rollout ended without a turn")
         return _outcome(value)
@@ -208,17 +220,27 @@ class CollectorShell:
     async def _generate(
         self, command: Rollout, each: Try, deadline: _Deadline, *, n: int = 1, turn: int = 1, **asked: Any
     ) -> gateway.Generated:
-        """One request to the gateway. Its random numbers are a function of run seed, task, sample, attempt and turn."""
-        if command.url not in self._clients:
-            self._clients[command.url] = gateway.GatewayClient(command.url)
-        origin = f"{command.task.index}.{each.sample}.{each.attempt}"
-        return await self._clients[command.url].generate(
-            session=f"{self._context.actor}.{self._context.boot}-{origin}",
+        """One request to the gateway."""
+        return await self._client(command.url).generate(
+            session=self._episode_name(command, each),
             n=n,
-            sampling=msgspec.structs.replace(self._sampling, seed=_seed(f"{command.task.seed}/{origin}/{turn}")),
+            sampling=self._seeded(command, each, turn),
             deadline_s=deadline.left(),
             **asked,
         )
+
+    def _client(self, url: str) -> gateway.GatewayClient:
+        if url not in self._clients:
+            self._clients[url] = gateway.GatewayClient(url)
+        return self._clients[url]
+
+    def _episode_name(self, command: Rollout, each: Try) -> str:
+        return f"{self._context.actor}.{self._context.boot}-{_origin(command, each)}"
+
+    def _seeded(self, command: Rollout, each: Try, turn: int | str) -> Sampling:
+        """Random numbers are a function of run seed, task, sample, attempt and turn."""
+        seed = _seed(f"{command.task.seed}/{_origin(command, each)}/{turn}")
+        return msgspec.structs.replace(self._sampling, seed=seed)
 
     async def _call(self, name: str, work: Callable[[], T], deadline: _Deadline) -> T:
         """One blocking call of the producer."""
@@ -279,6 +301,38 @@ class CollectorShell:
         return Cancelled()
 
 
+class _Remote:
+    """`actors.collector.session.Remote` of one rollout."""
+
+    def __init__(
+        self,
+        client: gateway.GatewayClient,
+        name: str,
+        sampling: Sampling,
+        rules: RolloutConfig,
+        deadline: _Deadline,
+    ) -> None:
+        self._client = client
+        self._name = name
+        self._sampling = sampling
+        self._rules = rules
+        self._deadline = deadline
+
+    async def open(self) -> Endpoint:
+        left = self._deadline.left()
+        url = await self._client.open(self._name, self._sampling, left, self._rules.noncontiguous)
+        return Endpoint(
+            base_url=url,
+            session=self._name,
+            temperature=self._sampling.temperature,
+            max_new_tokens=self._sampling.max_new_tokens,
+            deadline_s=left,
+        )
+
+    async def finish(self, session: str) -> gateway.Record:
+        return await self._client.finish(session)
+
+
 class _Deadline:
     """A point in time on the loop's clock."""
 
@@ -301,6 +355,10 @@ async def _bounded(work: Coroutine[Any, Any, T], seconds: float) -> T:
     if not done:
         raise TimeoutError
     return task.result()
+
+
+def _origin(command: Rollout, each: Try) -> str:
+    return f"{command.task.index}.{each.sample}.{each.attempt}"
 
 
 def _seed(text: str) -> int:

@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Awaitable, Callable
 from collections.abc import Sequence as Items
-from typing import Any
+from typing import Any, Protocol
 
-from actors.gateway.client import Generated, NoncontiguousProblem, Problem, Sample
+from actors.gateway.client import (
+    PROBLEMS,
+    Divergence,
+    Generated,
+    NoncontiguousProblem,
+    Problem,
+    Record,
+    Sample,
+)
+from actors.gateway.parsing import Flaw, Parsed, message_of, names_of, parse
+from actors.gateway.sessions import Episode, describe
+from config.schema import RolloutConfig
 from contracts.events import Provenance
-from contracts.producer import Completion
+from contracts.producer import Completion, DataError, Endpoint
 from contracts.trajectory import Sampling, Sequence, TokenSpan
 
 Generate = Callable[..., Awaitable[Generated]]
 """`GatewayClient.generate` with everything but prompt or messages, prefix_ids and the number of the turn filled in."""
 
 
+class Remote(Protocol):
+    """The gateway, as the keeper of an episode whose agent calls it directly."""
+
+    async def open(self) -> Endpoint: ...
+
+    async def finish(self, session: str) -> Record: ...
+
+
 class Transcript:
     """The token sequences of one sample, grown a turn at a time.
 
-    A turn whose prompt begins with everything recorded so far continues the sequence; any other prompt begins a new
-    one, so no token is ever attributed to a context that it was not sampled in.
+    A turn's prompt begins with everything that its sequence holds so far, so no token is ever attributed to a context
+    that it was not sampled in; `break_off` begins a new sequence.
     """
 
     def __init__(self, sampling: Sampling) -> None:
@@ -42,10 +62,10 @@ class Transcript:
         return self._ids
 
     def add(self, prompt_ids: Items[int], sample: Sample) -> None:
-        """Record one turn."""
+        """Record one turn. Raises `ValueError` if its prompt does not continue the sequence."""
         prompt = list(prompt_ids)
         if prompt[: len(self._ids)] != self._ids:
-            self.break_off()
+            raise ValueError(f"a prompt of {len(prompt)} tokens does not continue the {len(self._ids)} before it")
         fresh = prompt[len(self._ids) :]
         if fresh:
             self._spans.append(TokenSpan(len(self._ids), len(prompt), "environment"))
@@ -96,41 +116,104 @@ class Transcript:
 class RolloutSession:
     """`contracts.producer.Session` of one rollout.
 
-    A plain-text prompt is what follows the episode so far. Chat messages are the whole conversation; where they differ
-    from what was sampled, they begin a new sequence.
+    Its turns are recorded by itself, or, behind an endpoint, by the gateway until `settle`.
     """
 
-    def __init__(self, generate: Generate, sampling: Sampling) -> None:
+    def __init__(self, generate: Generate, sampling: Sampling, rules: RolloutConfig, remote: Remote) -> None:
         self.transcript = Transcript(sampling)
+        self.flaws: list[tuple[int, Flaw]] = []
+        self.texts: list[str] = []
+        self.diverged: Divergence | None = None
+        self._rules = rules
+        self._episode = Episode(rules.noncontiguous)
         self._failure: Problem | None = None
         self._generate = generate
+        self._remote = remote
+        self._endpoint: Endpoint | None = None
         self._turns = 0
 
     async def generate(self, prompt: str) -> Completion:
-        """One turn from a plain-text prompt."""
-        return await self._turn(prompt=prompt)
+        """One turn from a plain-text prompt, behind what the episode holds so far."""
+        answer = await self._ask(prompt=prompt, prefix_ids=self._episode.ids)
+        self._episode.extend(answer.prompt_ids, answer.samples[0])
+        return _completion(answer)
 
-    async def chat(self, messages: list[dict[str, Any]]) -> Completion:
+    async def chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> Completion:
         """One turn from chat messages, through the model's chat template."""
-        try:
-            return await self._turn(messages=messages)
-        except NoncontiguousProblem:
-            self.transcript.break_off()
-            return await self._turn(messages=messages)
+        plan = self._episode.plan(messages, tools)
+        if plan.repeat:
+            asked: dict[str, Any] = {"input_ids": [], "prefix_ids": plan.prefix}
+        else:
+            asked = {"messages": messages, "prefix_ids": plan.prefix, "carried": plan.carried, "tools": tools}
+        answer = await self._ask(**asked)
+        sample = answer.samples[0]
+        parsed = sample.parsed or parse(sample.text, names_of(tools))
+        self._episode.add(plan, messages, tools, answer.prompt_ids, sample, parsed)
+        return _completion(answer, parsed)
 
-    def raise_infra(self) -> None:
-        """Raise the last turn's failure again if gateway or engines caused it: it must not become a reward."""
+    async def endpoint(self) -> Endpoint:
+        """The gateway's address for this rollout. Raises `Problem`."""
+        if self._turns:
+            raise DataError("a rollout that took turns itself can't hand its session to an agent as well")
+        if self._endpoint is None:
+            self._endpoint = await self._remote.open()
+        return self._endpoint
+
+    async def settle(self) -> None:
+        """End the episode and build the transcript from its record.
+
+        Raises its last turn's failure again if gateway or engines caused it, since it must not become a reward, and
+        `NoncontiguousProblem` if the episode diverged and the rules leave nothing of it.
+        """
+        if self._endpoint is not None:
+            endpoint, self._endpoint = self._endpoint, None
+            record = await self._remote.finish(endpoint.session)
+            if record.failure is not None and record.failure.type in ("infra", "timeout"):
+                self._failure = PROBLEMS[record.failure.type](record.failure.message)
+        else:
+            record = self._episode.record()
+        self.diverged = record.diverged
         if self._failure is not None and self._failure.kind in ("infra", "timeout"):
             raise self._failure
+        if record.diverged is not None and self._rules.noncontiguous in ("error", "drop"):
+            raise NoncontiguousProblem(describe(record.diverged))
+        self._transcribe(record)
 
-    async def _turn(self, **asked: Any) -> Completion:
+    async def abandon(self) -> None:
+        """Cut off what an agent still asks for, and forget it."""
+        if self._endpoint is not None:
+            with contextlib.suppress(Problem):
+                await self._remote.finish(self._endpoint.session)
+
+    def _transcribe(self, record: Record) -> None:
+        sequence = 0
+        for number, turn in enumerate(record.turns, 1):
+            if turn.sequence != sequence:
+                self.transcript.break_off()
+                sequence = turn.sequence
+            self.transcript.add([*self.transcript.ids, *turn.fresh_ids], turn.sample)
+            self.texts.append(turn.sample.text)
+            self.flaws += [(number, flaw) for flaw in turn.flaws]
+
+    async def _ask(self, **asked: Any) -> Generated:
         self._turns += 1
         try:
-            answer = await self._generate(**asked, prefix_ids=self.transcript.ids, turn=self._turns)
+            answer = await self._generate(**asked, turn=self._turns)
         except Problem as error:
             self._failure = error
             raise
         self._failure = None
-        sample = answer.samples[0]
-        self.transcript.add(answer.prompt_ids, sample)
-        return Completion(text=sample.text, tokens=len(sample.output_ids), stop_reason=sample.finish_reason)
+        return answer
+
+
+def _completion(answer: Generated, parsed: Parsed | None = None) -> Completion:
+    sample = answer.samples[0]
+    message = message_of(parsed) if parsed is not None else {}
+    flaws = tuple(f"{flaw.kind} at {flaw.at}: {flaw.what}" for flaw in parsed.flaws) if parsed is not None else ()
+    return Completion(
+        text=sample.text,
+        tokens=len(sample.output_ids),
+        stop_reason=sample.finish_reason,
+        message=message,
+        flaws=flaws,
+    )

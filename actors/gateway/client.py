@@ -6,15 +6,29 @@ The client imports no tokenizer: any process may use it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import aiohttp
 import msgspec
 
+from actors.gateway.parsing import Flaw, Parsed
+from config.schema import Noncontiguous
 from contracts.trajectory import Sampling
 
+T = TypeVar("T")
+
+PROMPT_S = 10.0
+"""Longest wait for an answer that needs no engine."""
 MARGIN_S = 5.0
 """What the client waits beyond a request's deadline for the gateway's own answer."""
+
+
+class SamplingForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How tokens are sampled."""
+
+    temperature: Annotated[float, msgspec.Meta(ge=0)]
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1)]
+    seed: int | None = None
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -31,6 +45,7 @@ class Sample(msgspec.Struct, frozen=True):
     """One completion. `logprobs`: natural log of each output token's probability, finite and <= 0. `spans` tile it.
 
     `output_ids` include the end token, `text` leaves special tokens out. `finish_reason`: `stop` or `length`.
+    `parsed`: the text taken apart, of chat only.
     """
 
     output_ids: list[int]
@@ -38,6 +53,7 @@ class Sample(msgspec.Struct, frozen=True):
     spans: list[Span]
     finish_reason: str
     text: str
+    parsed: Parsed | None = None
 
 
 class Generated(msgspec.Struct, frozen=True):
@@ -46,6 +62,16 @@ class Generated(msgspec.Struct, frozen=True):
     prompt_ids: list[int]
     samples: list[Sample]
     held_s: float
+
+
+class Divergence(msgspec.Struct, frozen=True):
+    """Where a turn left its episode: turn (from 1), message and character of the conversation, token of the episode."""
+
+    turn: int
+    message: int
+    character: int
+    token: int
+    what: str
 
 
 class Problem(Exception):
@@ -62,7 +88,7 @@ class DataProblem(Problem):
 
 
 class NoncontiguousProblem(DataProblem):
-    """The rendered conversation does not begin with the tokens that the episode carries."""
+    """The conversation says something else than the episode that it should continue."""
 
     kind = "noncontiguous"
 
@@ -99,7 +125,38 @@ class ErrorReply(msgspec.Struct, frozen=True):
     error: ErrorBody
 
 
+class Recorded(msgspec.Struct, frozen=True):
+    """One turn: `fresh_ids` follow what its sequence holds so far, then comes the sample. `flaws`: see `parsing`."""
+
+    sequence: int
+    fresh_ids: list[int]
+    sample: Sample
+    flaws: list[Flaw] = []
+
+
+class Record(msgspec.Struct, frozen=True):
+    """Everything that one episode said, exact to the id.
+
+    `served` turns were answered, of which `superseded` were asked again. `failure`: the last request got no answer.
+    """
+
+    turns: list[Recorded]
+    served: int
+    superseded: int
+    diverged: Divergence | None = None
+    failure: ErrorBody | None = None
+
+
+class OpenForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Body of POST /episodes/NAME: whoever speaks as NAME samples so, until `deadline_s` from now."""
+
+    sampling: SamplingForm
+    deadline_s: Annotated[float, msgspec.Meta(gt=0)]
+    noncontiguous: Noncontiguous = "error"
+
+
 _generated = msgspec.json.Decoder(Generated)
+_record = msgspec.json.Decoder(Record)
 _error = msgspec.json.Decoder(ErrorReply)
 
 
@@ -120,39 +177,56 @@ class GatewayClient:
         messages: Sequence[Mapping[str, Any]] | None = None,
         input_ids: Sequence[int] | None = None,
         prefix_ids: Sequence[int] = (),
+        carried: int = 0,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         n: int = 1,
     ) -> Generated:
         """Sample `n` completions of one prompt, given as text, chat messages or token ids.
 
         `session` names the episode: its turns go to one engine where possible. `prefix_ids` are the exact ids that the
         episode carries already. `prompt` and `input_ids` are what follows them; `messages` is the whole conversation,
-        of which the part behind them is tokenised. Raises `DataProblem`, `InfraProblem` or `DeadlineProblem`.
+        of which the first `carried` are in `prefix_ids`. Raises `DataProblem`, `InfraProblem` or `DeadlineProblem`.
         """
         body: dict[str, Any] = {"session": session, "n": n, "deadline_s": deadline_s, "sampling": _sampling(sampling)}
         given = {"prompt": prompt, "messages": messages, "input_ids": input_ids, "prefix_ids": prefix_ids or None}
+        given |= {"tools": tools, "carried": carried or None}
         body |= {name: value for name, value in given.items() if value is not None}
-        status, data = await self._post(msgspec.json.encode(body), deadline_s)
-        try:
-            if status == 200:
-                return _generated.decode(data)
-            error = _error.decode(data).error
-        except (msgspec.DecodeError, msgspec.ValidationError) as malformed:
-            raise InfraProblem(f"{self.url} answered {status} with {data[:200]!r}: {malformed}") from malformed
-        raise PROBLEMS.get(error.type, InfraProblem)(error.message)
+        return await self._ask("/generate", body, deadline_s, _generated)
+
+    async def open(self, name: str, sampling: Sampling, deadline_s: float, noncontiguous: Noncontiguous) -> str:
+        """Begin episode `name` for an agent that speaks OpenAI's API; answers the base URL to give it.
+
+        Raises as `generate` does.
+        """
+        form = OpenForm(SamplingForm(**_sampling(sampling)), deadline_s, noncontiguous)
+        await self._ask(f"/episodes/{name}", form, PROMPT_S, msgspec.json.Decoder(dict))
+        return f"{self.url}/episodes/{name}/v1"
+
+    async def finish(self, name: str) -> Record:
+        """End an episode, whatever still runs for it, and answer its record. Raises `InfraProblem` if it is unknown."""
+        return await self._ask(f"/episodes/{name}/finish", {}, PROMPT_S, _record)
 
     async def close(self) -> None:
         if self._session is not None:
             await self._session.close()
 
-    async def _post(self, data: bytes, deadline_s: float) -> tuple[int, bytes]:
+    async def _ask(self, path: str, body: Any, deadline_s: float, answers: msgspec.json.Decoder[T]) -> T:
+        status, data = await self._post(path, msgspec.json.encode(body), deadline_s)
+        try:
+            if status == 200:
+                return answers.decode(data)
+            error = _error.decode(data).error
+        except (msgspec.DecodeError, msgspec.ValidationError) as malformed:
+            raise InfraProblem(f"{self.url} answered {status} with {data[:200]!r}: {malformed}") from malformed
+        raise PROBLEMS.get(error.type, InfraProblem)(error.message)
+
+    async def _post(self, path: str, data: bytes, deadline_s: float) -> tuple[int, bytes]:
         if self._session is None:
             self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
         timeout = aiohttp.ClientTimeout(total=deadline_s + MARGIN_S)
         headers = {"content-type": "application/json"}
         try:
-            async with self._session.post(
-                f"{self.url}/generate", data=data, headers=headers, timeout=timeout
-            ) as response:
+            async with self._session.post(f"{self.url}{path}", data=data, headers=headers, timeout=timeout) as response:
                 return response.status, await response.read()
         except TimeoutError as error:
             raise DeadlineProblem(f"{self.url} did not answer within {deadline_s + MARGIN_S:.0f} s") from error

@@ -7,18 +7,27 @@ tokenizer class (1.5 s, without torch; `AutoTokenizer` would take 4 s and bring 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from actors.gateway.client import DataProblem, NoncontiguousProblem
+from actors.gateway.client import DataProblem
+from actors.gateway.parsing import THINK
+from actors.gateway.sessions import text_of
+
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]] | None
 
 LARGE = 32_768
 """Characters from which a text is tokenised in a thread."""
+
+MARK = "q7Zk1xW9answerT4vB8"
+"""Stands in for an answer while what follows it is rendered: letters and digits, which no template changes."""
 
 
 class ModelFilesError(Exception):
@@ -49,21 +58,29 @@ class Tokens:
         """Ids of `prefix` followed by `text`; without a prefix the tokenizer may add its begin token."""
         return [*prefix, *await _threaded(len(text), self._encode, text, not prefix)]
 
-    async def chat_ids(self, messages: list[dict[str, Any]], prefix: Sequence[int]) -> list[int]:
+    async def chat_ids(
+        self, messages: Messages, prefix: Sequence[int] = (), carried: int = 0, tools: Tools = None
+    ) -> list[int]:
         """Ids of the conversation up to where the assistant's next turn begins; they begin with `prefix`.
 
-        Raises `DataProblem` without a chat template or if it refuses the messages, `NoncontiguousProblem` if the
-        rendered text does not begin with the text of `prefix`.
+        `prefix` holds the first `carried` messages, of which the last is the assistant's answer as it was sampled: only
+        what follows is rendered and tokenised. Raises `DataProblem` without a chat template or if it refuses the
+        messages.
         """
-        text = await asyncio.to_thread(self._render, messages)
-        carried = self._tokenizer.decode(prefix, skip_special_tokens=False) if prefix else ""
-        if not text.startswith(carried):
-            at = next((k for k, (a, b) in enumerate(zip(text, carried, strict=False)) if a != b), len(text))
-            raise NoncontiguousProblem(
-                f"the conversation differs from prefix_ids at character {at}: "
-                f"{text[at : at + 40]!r} where the prefix has {carried[at : at + 40]!r}"
+        if not prefix:
+            text = await asyncio.to_thread(self._render, messages, tools)
+            return await _threaded(len(text), self._encode, text, False)
+        if not 1 <= carried < len(messages) or messages[carried - 1].get("role") != "assistant":
+            raise DataProblem(
+                f"carried={carried} of {len(messages)} messages: it counts those that prefix_ids hold, of which the "
+                "last is the assistant's, and something must follow"
             )
-        return [*prefix, *await _threaded(len(text), self._encode, text[len(carried) :], False)]
+        text = self._behind(prefix[-1], await asyncio.to_thread(self._following, messages, carried, tools))
+        return [*prefix, *await _threaded(len(text), self._encode, text, False)]
+
+    def thinking(self, prompt: Sequence[int]) -> bool:
+        """Whether the prompt ends within thinking that its template opened."""
+        return self._tokenizer.decode(prompt[-8:], skip_special_tokens=False).rstrip().endswith(THINK)
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of sampled ids, without special tokens."""
@@ -78,7 +95,27 @@ class Tokens:
     def _encode(self, text: str, begin: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=begin).ids
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
+    def _following(self, messages: Messages, carried: int, tools: Tools) -> str:
+        """The text that the template puts behind the content of message `carried - 1`, the assistant's last answer.
+
+        A mark stands in for the answer, so that it does not matter what the template would make of it or of those
+        before it.
+        """
+        mark = {"role": "assistant", "content": MARK}
+        text = self._render([*messages[: carried - 1], mark, *messages[carried:]], tools)
+        if text.count(MARK) != 1:
+            raise DataProblem(f"the chat template shows the assistant's message {text.count(MARK)} times")
+        return text.partition(MARK)[2]
+
+    def _behind(self, last: int, text: str) -> str:
+        """`text` without the end token that the answer brought itself."""
+        if last not in self.eos:
+            return text
+        end = self._tokenizer.id_to_token(last) or ""
+        before, found, after = text.partition(end)
+        return after if found and not before.strip() else text
+
+    def _render(self, messages: Messages, tools: Tools) -> str:
         from jinja2 import TemplateError
 
         chat = self._load_chat()
@@ -87,8 +124,13 @@ class Tokens:
                 f"the model in {self._directory} has no chat template: send `prompt` instead of `messages`"
             )
         try:
-            return chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except (TemplateError, KeyError, TypeError, ValueError) as error:
+            return chat.apply_chat_template(
+                [_templated(message) for message in messages],
+                tools=list(tools) if tools else None,
+                tokenize=False,
+                add_generation_prompt=True,
+            )
+        except (TemplateError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataProblem(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
     def _load_chat(self) -> Any:
@@ -98,6 +140,24 @@ class Tokens:
 
                 self._chat = PreTrainedTokenizerFast.from_pretrained(str(self._directory), local_files_only=True)
             return self._chat
+
+
+def _templated(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as templates expect it: content a string, the arguments of calls an object, `developer` is `system`."""
+    found = {**message, "content": text_of(message.get("content"))}
+    if found.get("role") == "developer":
+        found["role"] = "system"
+    if found.get("tool_calls"):
+        found["tool_calls"] = [_templated_call(call) for call in found["tool_calls"]]
+    return found
+
+
+def _templated_call(call: Any) -> dict[str, Any]:
+    function = {"arguments": {}, **call["function"]}
+    if isinstance(function.get("arguments"), str):
+        with contextlib.suppress(ValueError):
+            function["arguments"] = json.loads(function["arguments"] or "{}")
+    return {**call, "type": "function", "function": function}
 
 
 async def _threaded(size: int, work: Any, *args: Any) -> Any:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 from aiohttp import web
 
 from actors.collector import actor
@@ -45,10 +46,27 @@ class Gateway:
         self.bodies: list[dict[str, Any]] = []
         self.answer: Callable[[dict[str, Any]], Awaitable[tuple[int, Any]]] = self.echo
         self.arrived = asyncio.Event()
+        self.opened: dict[str, Any] = {}
+        self.finished: list[str] = []
+        self.record: dict[str, Any] = {"turns": [], "served": 0, "superseded": 0}
+
+    async def _open(self, request: web.Request) -> web.Response:
+        self.opened[request.match_info["name"]] = await request.json()
+        return web.json_response({})
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        self.finished.append(request.match_info["name"])
+        return web.json_response(self.record)
 
     async def start(self) -> None:
         app = web.Application()
-        app.add_routes([web.post("/generate", self._generate)])
+        app.add_routes(
+            [
+                web.post("/generate", self._generate),
+                web.post("/episodes/{name}", self._open),
+                web.post("/episodes/{name}/finish", self._finish),
+            ]
+        )
         self.runner = web.AppRunner(app, shutdown_timeout=0.1, handler_cancellation=True)
         await self.runner.setup()
         await web.TCPSite(self.runner, "127.0.0.1", 0).start()
@@ -119,7 +137,9 @@ class Stand:
         self._monkeypatch.setattr(actor, "load", lambda name, args: producer)
         self.shell = build(RunConfig(rollout=RolloutConfig(**{"score_deadline_s": WAIT_S, **rollout})), "collector-0")
         clock = SimpleNamespace(now=asyncio.get_running_loop().time)
-        context: Any = SimpleNamespace(actor="collector-0", boot=3, clock=clock, deliver=self.inputs.append)
+        context: Any = SimpleNamespace(
+            actor="collector-0", boot=3, clock=clock, deliver=self.inputs.append, log=structlog.get_logger()
+        )
         await self.shell.start(context)
         return self.shell
 
@@ -468,3 +488,89 @@ async def test_commands_of_others_are_errors(stand: Stand) -> None:
     shell = await stand.start(Single())
     with pytest.raises(TypeError, match="can't perform"):
         await shell.perform(object())
+
+
+# --- behind an endpoint ----------------------------------------------------------------------------------------------
+
+SAID = {
+    "output_ids": [5],
+    "logprobs": [-0.5],
+    "spans": [{"start": 0, "end": 1, "version": 4, "engine": "engine-0", "boot": 2}],
+    "finish_reason": "stop",
+    "text": "x",
+}
+TURN = {"sequence": 0, "fresh_ids": [8, 9], "sample": SAID, "flaws": []}
+LEFT = {"turn": 2, "message": 1, "character": 3, "token": 7, "what": "other"}
+
+
+class Agent(Multi):
+    """Hands its session to an agent that need not be ours."""
+
+    async def rollout(self, task: Task, session: Session) -> Any:
+        self.endpoint = await session.endpoint()
+        return 1.0
+
+
+async def test_an_agents_turns_come_from_the_gateways_record(stand: Stand) -> None:
+    agent = Agent()
+    shell = await stand.start(agent, temperature=0.5, max_new_tokens=7, noncontiguous="truncate")
+    flawed = {**TURN, "flaws": [{"kind": "invalid_tool_call", "at": 3, "what": "not JSON"}]}
+    stand.gateway.record = {"turns": [flawed], "served": 2, "superseded": 0, "diverged": LEFT}
+    (done,) = await stand.run(samples=1)
+    name = agent.endpoint.session
+    assert stand.gateway.finished == [name]
+    assert agent.endpoint.base_url == f"{stand.gateway.url}/episodes/{name}/v1"
+    opened = stand.gateway.opened[name]
+    assert (opened["noncontiguous"], opened["sampling"]["temperature"]) == ("truncate", 0.5)
+    assert done.sources == (Provenance(4, "engine-0", 2),)
+    assert done.components == {"invalid_tool_calls": 1.0, "noncontiguous": 1.0}
+    held = trajectory.decode(shell.payload(done.handle))
+    assert [sequence.length for sequence in held.sequences] == [3]
+    assert "token 7" in held.info["noncontiguous"]
+
+
+@pytest.mark.parametrize(
+    ("record", "failure", "reason"),
+    [
+        ({"failure": {"type": "infra", "message": "no engine"}}, "infra", "no engine"),
+        ({"failure": {"type": "timeout", "message": "late"}}, "timeout", "late"),
+        ({"diverged": LEFT}, "noncontiguous", "message 1, character 3"),
+        ({}, "data", "without a turn"),
+    ],
+)
+async def test_what_went_wrong_behind_an_endpoint_is_never_a_reward(
+    stand: Stand, record: Any, failure: str, reason: str
+) -> None:
+    await stand.start(Agent())
+    stand.gateway.record |= record
+    (problem,) = await stand.run(samples=1)
+    assert isinstance(problem, SampleProblem)
+    assert problem.failure == failure
+    assert reason in problem.reason
+
+
+async def test_a_rollout_that_overstays_has_its_episode_finished(stand: Stand) -> None:
+    class Endless(Agent):
+        async def rollout(self, task: Task, session: Session) -> Any:
+            await session.endpoint()
+            await asyncio.Event().wait()
+
+    await stand.start(Endless(), deadline_s=0.2)
+    (problem,) = await stand.run(samples=1)
+    assert problem.failure == "timeout"
+    async with asyncio.timeout(WAIT_S):
+        while not stand.gateway.finished:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert stand.gateway.finished == list(stand.gateway.opened)
+
+
+async def test_a_rollout_that_raises_has_its_episode_finished_and_keeps_its_reason(stand: Stand) -> None:
+    class Raises(Agent):
+        async def rollout(self, task: Task, session: Session) -> Any:
+            await session.endpoint()
+            raise DataError("unusable")
+
+    await stand.start(Raises())
+    (problem,) = await stand.run(samples=1)
+    assert (problem.failure, problem.reason) == ("data", "producer 'reasoning_gym': unusable")
+    assert len(stand.gateway.finished) == 1

@@ -11,15 +11,21 @@ from actors.collector.session import RolloutSession, Transcript
 from actors.gateway.client import (
     DataProblem,
     DeadlineProblem,
+    ErrorBody,
     Generated,
     InfraProblem,
     NoncontiguousProblem,
     Problem,
+    Record,
+    Recorded,
     Sample,
     Span,
 )
+from actors.gateway.parsing import Flaw
+from config.schema import Noncontiguous, RolloutConfig
 from contracts.events import Provenance
-from contracts.producer import Completion
+from contracts.producer import Completion, Endpoint
+from contracts.producer import DataError as EnvironmentDataError
 from contracts.trajectory import Sampling, Sequence, TokenSpan, check
 
 SAMPLING = Sampling(temperature=0.7, max_new_tokens=8)
@@ -79,9 +85,12 @@ def test_a_turn_that_adds_no_prompt_adds_no_environment_span() -> None:
 
 
 @pytest.mark.parametrize("prompt", [[1, 2, 9, 4], [1], []])
-def test_a_turn_in_another_context_begins_a_new_sequence(prompt: list[int]) -> None:
+def test_a_turn_in_another_context_is_never_added_to_the_sequence(prompt: list[int]) -> None:
     transcript = Transcript(SAMPLING)
     transcript.add([1, 2], sample([3], (0, 1, 0, "e")))
+    with pytest.raises(ValueError, match="does not continue"):
+        transcript.add(prompt, sample([6], (0, 1, 0, "e")))
+    transcript.break_off()
     transcript.add(prompt, sample([6], (0, 1, 0, "e")))
     first, second = transcript.sequences()
     for sequence in (first, second):
@@ -118,45 +127,170 @@ class Gateway:
         return answer
 
 
+class Keeper:
+    """A gateway that keeps an episode and answers `record` at its end."""
+
+    def __init__(self, record: Record | Problem | None = None) -> None:
+        self.record = record
+        self.finished: list[str] = []
+
+    async def open(self) -> Endpoint:
+        return Endpoint(base_url="http://g/v1", session="e", temperature=0.7, max_new_tokens=8, deadline_s=9.0)
+
+    async def finish(self, session: str) -> Record:
+        self.finished.append(session)
+        if isinstance(self.record, Problem):
+            raise self.record
+        assert self.record is not None
+        return self.record
+
+
+def session_of(gateway: Gateway, rule: Noncontiguous = "error", keeper: Keeper | None = None) -> RolloutSession:
+    return RolloutSession(gateway, SAMPLING, RolloutConfig(noncontiguous=rule), keeper or Keeper())
+
+
 def turn(prompt: list[int], ids: list[int]) -> Generated:
     return Generated(prompt_ids=prompt, samples=[sample(ids, (0, len(ids), 0, "e"))], held_s=0.0)
 
 
-async def test_a_turn_carries_the_exact_ids_so_far_and_answers_the_text() -> None:
+def says(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+ASKED = [says("user", "hi")]
+REWRITTEN = [says("user", "ho"), says("assistant", "text[3]"), says("user", "more")]
+
+
+def sequences(session: RolloutSession) -> list[list[int]]:
+    return [ids_of(sequence) for sequence in session.transcript.sequences()]
+
+
+async def test_a_turn_of_text_carries_the_exact_ids_so_far() -> None:
     gateway = Gateway(turn([1, 2], [3]), turn([1, 2, 3, 4], [5]))
-    session = RolloutSession(gateway, SAMPLING)
+    session = session_of(gateway)
     assert await session.generate("hi") == Completion(text="text[3]", tokens=1, stop_reason="stop")
-    await session.chat([{"role": "user", "content": "more"}])
+    await session.generate("more")
     assert gateway.asked == [
         {"prompt": "hi", "prefix_ids": [], "turn": 1},
-        {"messages": [{"role": "user", "content": "more"}], "prefix_ids": [1, 2, 3], "turn": 2},
+        {"prompt": "more", "prefix_ids": [1, 2, 3], "turn": 2},
     ]
-    assert [ids_of(sequence) for sequence in session.transcript.sequences()] == [[1, 2, 3, 4, 5]]
+    await session.settle()
+    assert sequences(session) == [[1, 2, 3, 4, 5]]
 
 
-async def test_a_conversation_that_was_rewritten_is_asked_without_its_ids_and_begins_a_new_sequence() -> None:
-    gateway = Gateway(turn([1, 2], [3]), NoncontiguousProblem("differs"), turn([1, 2], [7]))
-    session = RolloutSession(gateway, SAMPLING)
-    await session.chat([])
-    await session.chat([])
-    assert [asked["prefix_ids"] for asked in gateway.asked] == [[], [1, 2, 3], []]
-    assert [ids_of(sequence) for sequence in session.transcript.sequences()] == [[1, 2, 3], [1, 2, 7]]
-    session.raise_infra()
+async def test_a_conversation_that_goes_on_carries_ids_and_how_many_messages_they_hold() -> None:
+    gateway = Gateway(turn([1, 2], [3]), turn([1, 2, 3, 4], [5]))
+    session = session_of(gateway)
+    completion = await session.chat(ASKED)
+    assert completion.message == says("assistant", "text[3]")
+    await session.chat([*ASKED, completion.message, says("user", "more")])
+    assert (gateway.asked[1]["prefix_ids"], gateway.asked[1]["carried"]) == ([1, 2, 3], 2)
+    await session.settle()
+    assert sequences(session) == [[1, 2, 3, 4, 5]]
+    assert session.texts == ["text[3]", "text[5]"]
+
+
+@pytest.mark.parametrize(
+    ("rule", "kept"),
+    [("truncate", [[1, 2, 3]]), ("split", [[1, 2, 3], [1, 9, 3, 4, 5]])],
+)
+async def test_a_rewritten_conversation_is_served_and_kept_as_far_as_its_rule_says(
+    rule: Noncontiguous, kept: list[list[int]]
+) -> None:
+    session = session_of(Gateway(turn([1, 2], [3]), turn([1, 9, 3, 4], [5])), rule)
+    await session.chat(ASKED)
+    await session.chat(REWRITTEN)
+    await session.settle()
+    assert sequences(session) == kept
+    assert session.diverged is not None
+    assert (session.diverged.turn, session.diverged.message, session.diverged.token) == (2, 0, 1)
+
+
+async def test_a_rewritten_conversation_is_refused_under_error_and_dropped_at_the_end_under_drop() -> None:
+    gateway = Gateway(turn([1, 2], [3]))
+    session = session_of(gateway, "error")
+    await session.chat(ASKED)
+    with pytest.raises(NoncontiguousProblem, match="message 0, character 1"):
+        await session.chat(REWRITTEN)
+    with pytest.raises(NoncontiguousProblem, match="turn 2"):
+        await session.settle()
+    assert len(gateway.asked) == 1
+    dropping = session_of(Gateway(turn([1, 2], [3]), turn([1, 9, 3, 4], [5])), "drop")
+    await dropping.chat(ASKED)
+    await dropping.chat(REWRITTEN)
+    with pytest.raises(NoncontiguousProblem, match=r"token 1 "):
+        await dropping.settle()
+
+
+async def test_the_same_conversation_again_takes_the_place_of_its_first_answer() -> None:
+    gateway = Gateway(turn([1, 2], [3]), turn([1, 2], [7]), turn([1, 2, 7, 4], [5]))
+    session = session_of(gateway)
+    await session.chat(ASKED)
+    await session.chat(ASKED)
+    assert (gateway.asked[1]["input_ids"], gateway.asked[1]["prefix_ids"]) == ([], [1, 2])
+    await session.chat([*ASKED, says("assistant", "text[7]"), says("user", "more")])
+    await session.settle()
+    assert sequences(session) == [[1, 2, 7, 4, 5]]
 
 
 @pytest.mark.parametrize("problem", [InfraProblem("down"), DeadlineProblem("late")])
 async def test_an_infrastructure_failure_is_remembered_until_a_turn_succeeds(problem: Problem) -> None:
-    session = RolloutSession(Gateway(problem, turn([1], [2])), SAMPLING)
+    session = session_of(Gateway(problem, turn([1], [2])))
     with pytest.raises(type(problem)):
         await session.generate("a")
     with pytest.raises(type(problem)):
-        session.raise_infra()
+        await session.settle()
     await session.generate("a")
-    session.raise_infra()
+    await session.settle()
 
 
 async def test_a_refused_prompt_is_left_to_the_environment() -> None:
-    session = RolloutSession(Gateway(DataProblem("too long")), SAMPLING)
+    session = session_of(Gateway(DataProblem("too long")))
     with pytest.raises(DataProblem):
         await session.generate("a")
-    session.raise_infra()
+    await session.settle()
+
+
+# --- behind an endpoint ----------------------------------------------------------------------------------------------
+
+
+async def test_what_an_agent_said_behind_its_endpoint_becomes_the_transcript() -> None:
+    flaw = Flaw("malformed_thinking", 3, "no </think>")
+    turns = [
+        Recorded(0, [1, 2], sample([3], (0, 1, 4, "e"))),
+        Recorded(0, [4], sample([5], (0, 1, 5, "e")), [flaw]),
+        Recorded(1, [8], sample([9], (0, 1, 5, "e"))),
+    ]
+    keeper = Keeper(Record(turns, served=3, superseded=0))
+    session = session_of(Gateway(), keeper=keeper)
+    endpoint = await session.endpoint()
+    assert await session.endpoint() == endpoint
+    await session.settle()
+    assert sequences(session) == [[1, 2, 3, 4, 5], [8, 9]]
+    assert session.flaws == [(2, flaw)]
+    assert session.transcript.sources() == (Provenance(4, "e", 1), Provenance(5, "e", 1))
+    await session.abandon()
+    assert keeper.finished == ["e"]
+
+
+async def test_an_agents_last_unanswered_turn_fails_the_rollout() -> None:
+    keeper = Keeper(Record([], served=0, superseded=0, failure=ErrorBody("infra", "no engine")))
+    session = session_of(Gateway(), keeper=keeper)
+    await session.endpoint()
+    with pytest.raises(InfraProblem, match="no engine"):
+        await session.settle()
+
+
+async def test_an_abandoned_episode_is_ended_at_the_gateway_even_if_that_forgot_it() -> None:
+    keeper = Keeper(InfraProblem("unknown"))
+    session = session_of(Gateway(), keeper=keeper)
+    await session.endpoint()
+    await session.abandon()
+    assert keeper.finished == ["e"]
+
+
+async def test_a_rollout_does_not_mix_its_own_turns_with_an_agents() -> None:
+    session = session_of(Gateway(turn([1], [2])))
+    await session.generate("a")
+    with pytest.raises(EnvironmentDataError, match="as well"):
+        await session.endpoint()

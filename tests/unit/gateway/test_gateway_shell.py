@@ -19,7 +19,6 @@ from actors.gateway.client import (
     GatewayClient,
     Generated,
     InfraProblem,
-    NoncontiguousProblem,
     Span,
 )
 from actors.gateway.state import AbortAll, Call
@@ -145,13 +144,13 @@ async def test_a_conversation_continues_the_exact_tokens_of_its_turns(
     first = await ask(client, Sampling(temperature=1.0, max_new_tokens=4), messages=turns)
     carried = first.prompt_ids + first.samples[0].output_ids
     turns += [{"role": "assistant", "content": first.samples[0].text}, {"role": "user", "content": "c"}]
-    second = await ask(client, messages=turns, prefix_ids=carried)
+    second = await ask(client, messages=turns, prefix_ids=carried, carried=2)
     assert second.prompt_ids[: len(carried)] == carried
     whole = await ask(client, messages=turns)
     assert whole.prompt_ids == second.prompt_ids
-    turns[0]["content"] = "ax"
-    with pytest.raises(NoncontiguousProblem, match="at character 13: 'x<eos>"):
-        await ask(client, messages=turns, prefix_ids=carried)
+    for wrong in (0, 1, 3):
+        with pytest.raises(DataProblem, match=f"carried={wrong} of 3"):
+            await ask(client, messages=turns, prefix_ids=carried, carried=wrong)
 
 
 async def test_text_and_ids_follow_the_prefix_untouched(serving: Any, client: GatewayClient):
