@@ -160,6 +160,28 @@ def why(run: str | None, until: str | None, now: str | None, patience: float, as
 
 
 @main.command()
+@click.argument("run", required=False)
+@click.option("--until", metavar="MOMENT", help="The moment that is shown; the end if left out.")
+@click.option("--actor", metavar="NAME", help="Only this actor, and its whole state.")
+@click.option("--step", "steps", metavar="N", type=int, is_flag=False, flag_value=1, help="Show N steps from there.")
+@click.option("--diff", "other", metavar="MOMENT", help="How states differ between --until and this moment.")
+@click.option("--check", is_flag=True, help="Compare every command with the log; exit code 1 at a difference.")
+@click.option("--drop", metavar="EVENT", help="What if this event had not come?")
+@click.option("--delay", metavar="EVENT", help="What if this event had come later?")
+@click.option("--by", "by_s", metavar="S", type=float, default=60.0, show_default=True, help="How much later.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def replay(run: str | None, **how: Any) -> None:
+    """Fold a run once more through its real cores, from the archived journals; no GPU work is done again."""
+    from pipeline.replay import command
+    from pipeline.rundir import RunDir
+
+    code, lines = command.run(RunDir.find(run), command.Request(**how))
+    for line in lines:
+        click.echo(line)
+    raise click.exceptions.Exit(code)
+
+
+@main.command()
 @click.option("--seed", default=0, show_default=True, help="Same seed, same log, byte for byte.")
 @click.option("--engines", default=2, show_default=True, type=click.IntRange(1, 512))
 @click.option("--collectors", default=1, show_default=True, type=click.IntRange(1, 512))

@@ -1,0 +1,67 @@
+"""`pipeline replay`: from options to lines and an exit code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from pipeline import moments
+from pipeline.errors import Exit, PipelineError
+from pipeline.launcher import config_of
+from pipeline.replay import show
+from pipeline.replay.check import check
+from pipeline.replay.recorded import Recorded
+from pipeline.replay.states import plain
+from pipeline.replay.whatif import what_if
+from pipeline.rundir import RunDir
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """The options as they were given."""
+
+    until: str | None = None
+    actor: str | None = None
+    steps: int | None = None
+    other: str | None = None
+    check: bool = False
+    drop: str | None = None
+    delay: str | None = None
+    by_s: float = 60.0
+    as_json: bool = False
+
+
+def run(directory: RunDir, how: Request) -> tuple[Exit, Iterable[str]]:
+    """Do what was asked. Raises `PipelineError` for options that do not go together, and for a damaged archive."""
+    modes = [name for name in ("steps", "other", "drop", "delay") if getattr(how, name) is not None]
+    modes += ["check"] if how.check else []
+    if len(modes) > 1:
+        names = " and ".join(f"--{'step' if m == 'steps' else 'diff' if m == 'other' else m}" for m in modes)
+        raise PipelineError(f"{names} are different questions: ask one at a time", Exit.USAGE)
+    recorded = Recorded.read(directory, config_of(directory), how.actor)
+    if how.check:
+        verdict = check(recorded)
+        code = Exit.FAILED if verdict.divergences else Exit.DONE
+        return code, [_json(verdict)] if how.as_json else show.verdict(verdict)
+    if how.drop is not None or how.delay is not None:
+        found = what_if(recorded, how.drop or how.delay or "", None if how.drop is not None else how.by_s)
+        return Exit.DONE, map(_json, found) if how.as_json else (
+            line for each in found for line in show.other_course(each)
+        )
+    return Exit.DONE, _look(recorded, how)
+
+
+def _look(recorded: Recorded, how: Request) -> Iterator[str]:
+    place = recorded.log.place(moments.parse(how.until) if how.until else None)
+    if how.other is not None:
+        return show.between(recorded, place, recorded.log.place(moments.parse(how.other)), how.actor)
+    if how.steps is not None:
+        return show.steps(recorded, place, how.actor, max(1, how.steps))
+    if how.as_json:
+        return (_json({name: track.state_at(place)}) for name, track in recorded.tracks.items())
+    return show.moment(recorded, place, how.actor)
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(plain(value)).decode()

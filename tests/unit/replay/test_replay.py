@@ -1,0 +1,301 @@
+"""A recorded run comes out of its cores again exactly, at every moment, and what differs is found and named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner, Result
+from msgspec.structs import replace
+
+from actors.recorder.archive import Writer
+from actors.recorder.ordering import number
+from contracts.core import Delivered, Emit
+from contracts.events import EngineDrained, RefitCommitted, RefitRequested, TransferStarted
+from pipeline import cli, moments
+from pipeline.cores import core_of
+from pipeline.errors import PipelineError
+from pipeline.replay import journals
+from pipeline.replay.check import check
+from pipeline.replay.recorded import Log, Place, Recorded
+from pipeline.replay.states import differences, outline, plain
+from pipeline.replay.whatif import what_if
+from pipeline.rundir import RunDir
+from tests.stalls.scene import BASE, Scene
+
+
+def call(*words: str) -> Result:
+    return CliRunner().invoke(cli.main, ["replay", *words])
+
+
+def first(recorded: Recorded, kind: type, after: int = 0) -> tuple[int, Any]:
+    return next((p, e) for p, e in recorded.log.events if isinstance(e.body, kind) and p > after)
+
+
+# --- states at a moment ---
+
+
+def test_every_actor_ends_in_the_state_that_it_had(recorded: Recorded, scene: Scene):
+    end = recorded.log.place(None)
+    for name, actor in scene.world.actors.items():
+        assert recorded.tracks[name].state_at(end) == actor.state, name
+
+
+def test_a_step_has_happened_exactly_from_its_first_event_on(recorded: Recorded):
+    for name, track in recorded.tracks.items():
+        for seq, emitted in list(track.emitted.items())[:40]:
+            position = emitted[0][0]
+            at = recorded.log.by_position[position].wall_ns / 1e9
+            assert track.count_at(Place(position, at)) >= seq, name
+            assert track.count_at(Place(position - 1, at)) < seq, name
+
+
+def test_nothing_is_known_before_it_was_written(recorded: Recorded):
+    for position, envelope in recorded.log.events[:: len(recorded.log.events) // 25]:
+        place = Place(position, envelope.wall_ns / 1e9)
+        for track in recorded.tracks.values():
+            taken = (track.input(record) for record in track.records[: track.count_at(place)])
+            assert all(number(i.ref.entry) <= position for i in taken if isinstance(i, Delivered))
+
+
+def test_the_same_moment_can_be_named_in_every_form(recorded: Recorded):
+    position, envelope = first(recorded, RefitCommitted)
+    at = envelope.wall_ns / 1e9
+    started = recorded.log.events[0][1].wall_ns / 1e9
+    named = [
+        moments.Moment(position=position),
+        moments.Moment(id=envelope.id),
+        moments.Moment(at=at),
+        moments.Moment(after_s=at - started),
+    ]
+    places = [recorded.log.place(moment).position for moment in named]
+    assert places[:2] == [position, position]
+    same_time = [p for p, e in recorded.log.events if e.wall_ns == envelope.wall_ns]
+    assert all(place in same_time for place in places[2:])
+
+
+@pytest.mark.parametrize(
+    ("moment", "said"),
+    [
+        (moments.Moment(position=999_999), "not in the log"),
+        (moments.Moment(id="nobody:1.0"), "no event 'nobody:1.0'"),
+        (moments.Moment(at=5.0), "the run began"),
+    ],
+)
+def test_a_moment_outside_the_run_is_refused(recorded: Recorded, moment: moments.Moment, said: str):
+    with pytest.raises(PipelineError, match=said):
+        recorded.log.place(moment)
+
+
+def test_snapshots_shorten_the_way_to_the_end_and_lead_to_the_same_state(run: RunDir, scene: Scene, monkeypatch: Any):
+    cores = {name: core_of(BASE, name) for name in scene.world.actors}
+    whole = journals.latest(run, cores)
+    name = "buffer"
+    state, seq = cores[name].initial(), 0
+    decoder = journals.Reader(cores[name])
+    for record in journals.grouped(run, {name})[name][:30]:
+        state, seq = cores[name].step(state, decoder.input(record), record.now)[0], record.seq
+    snapshot = journals.Entry(f"snapshot:{name}", f"{seq}-0", msgspec.msgpack.encode(state, enc_hook=repr))
+    monkeypatch.setattr(journals, "_last_snapshots", lambda run, names: [snapshot])
+    steps: list[int] = []
+    step = cores[name].step
+    cores[name].step = lambda *args: (steps.append(1), step(*args))[1]  # type: ignore[method-assign]
+    assert journals.latest(run, cores)[name][0] == whole[name][0] == scene[name].state
+    assert len(steps) == len(scene.world.store.journals[name]) - 30
+
+
+# --- check ---
+
+
+def test_a_run_checks_against_the_cores_that_made_it(recorded: Recorded, scene: Scene):
+    verdict = check(recorded)
+    assert verdict.divergences == ()
+    assert verdict.steps == sum(map(len, scene.world.store.journals.values()))
+    assert verdict.events == len(scene.world.store.log)
+
+
+def test_a_core_that_decides_otherwise_is_found_at_its_first_command_and_both_are_named(recorded: Recorded):
+    core: Any = recorded.tracks["refit"].core
+    step, commits = core.step, []
+
+    def changed(state: Any, input: Any, now: float) -> Any:
+        state, commands = step(state, input, now)
+        commits.extend(c for c in commands if isinstance(c, Emit) and isinstance(c.event, RefitCommitted))
+        if len(commits) >= 3:
+            commands = tuple(
+                msgspec.structs.replace(c, event=replace(c.event, version=99))
+                if isinstance(c, Emit) and isinstance(c.event, RefitCommitted)
+                else c
+                for c in commands
+            )
+        return state, commands
+
+    core.step = changed
+    (found,) = check(recorded).divergences
+    third = [e for _, e in recorded.log.events if isinstance(e.body, RefitCommitted)][2]
+    assert found.actor == "refit"
+    assert recorded.log.by_position[found.position].causation_id == third.causation_id
+    assert any("refit.committed" in line and "version=99" not in line for line in found.recorded)
+    assert any("refit.committed" in line and "version=99" in line for line in found.answered)
+
+
+def test_a_core_that_raises_diverges_there(recorded: Recorded):
+    core: Any = recorded.tracks["source"].core
+    core.step = lambda state, input, now: 1 / 0
+    (found,) = check(recorded).divergences
+    assert (found.actor, found.seq) == ("source", 1)
+    assert "ZeroDivisionError" in found.why
+
+
+def test_an_event_that_was_changed_in_the_log_is_found(recorded: Recorded, scene: Scene):
+    position, envelope = first(recorded, EngineDrained)
+    events = [
+        (p, replace(e, body=replace(e.body, seconds=9.0)) if p == position else e) for p, e in recorded.log.events
+    ]
+    records = {name: track.records for name, track in recorded.tracks.items()}
+    verdict = check(Recorded(BASE, Log(events), records))
+    assert envelope.actor in {each.actor for each in verdict.divergences}
+    assert verdict.divergences[0].position <= position
+
+
+def test_an_event_that_is_missing_from_the_log_is_found(recorded: Recorded):
+    position, envelope = first(recorded, EngineDrained)
+    events = [(p, e) for p, e in recorded.log.events if p != position]
+    records = {name: track.records for name, track in recorded.tracks.items()}
+    found = {each.actor: each.why for each in check(Recorded(BASE, Log(events), records)).divergences}
+    assert found == {envelope.actor: "the log holds other events than it emits"}
+
+
+def test_the_first_divergence_is_the_first_in_the_log(recorded: Recorded):
+    for name in ("trainer", "buffer"):
+        core: Any = recorded.tracks[name].core
+        core.step = lambda state, input, now: 1 / 0
+    found = check(recorded).divergences
+    assert [each.position for each in found] == sorted(each.position for each in found)
+
+
+def test_a_journal_with_a_gap_is_refused(recorded: Recorded):
+    records = {"refit": [*recorded.tracks["refit"].records[:3], *recorded.tracks["refit"].records[4:]]}
+    with pytest.raises(PipelineError, match="lacks record 4"):
+        Recorded(BASE, recorded.log, records)
+
+
+# --- what if ---
+
+
+def test_without_an_engines_drain_the_transfer_does_not_begin_and_the_deadline_leaves_the_engine_out(
+    recorded: Recorded,
+):
+    request = first(recorded, RefitRequested, after=60)[1]
+    _, drained = next(
+        (p, e)
+        for p, e in recorded.log.events
+        if isinstance(e.body, EngineDrained) and e.body.epoch == request.body.epoch
+    )
+    found = {each.actor: each for each in what_if(recorded, drained.id, None)}["refit"]
+    missing = [line for change in found.changes for line in change.missing]
+    new = [line for change in found.changes for line in change.new]
+    assert any(line.startswith("emit transfer.started") for line in missing)
+    assert any("engine.quarantined" in line and "did not drain in 30 s" in line for line in new)
+    assert found.unheard > 0, "the answers to a transfer that never began were heard"
+
+
+def test_a_drain_that_comes_a_little_later_only_delays_the_transfer(recorded: Recorded):
+    request = first(recorded, RefitRequested, after=60)[1]
+    drained = [
+        e for _, e in recorded.log.events if isinstance(e.body, EngineDrained) and e.body.epoch == request.body.epoch
+    ][-1]
+    found = {each.actor: each for each in what_if(recorded, drained.id, 5.0)}["refit"]
+    started = [c for c in found.changes if any("emit transfer.started" in line for line in c.new)]
+    assert started
+    original = next(
+        e for _, e in recorded.log.events if isinstance(e.body, TransferStarted) and e.body.epoch == request.body.epoch
+    )
+    assert started[0].now - original.wall_ns / 1e9 == pytest.approx(5.0, abs=0.5)
+
+
+def test_dropping_what_nobody_took_is_refused(recorded: Recorded):
+    with pytest.raises(PipelineError, match="no event"):
+        what_if(recorded, "nobody:1.0", None)
+
+
+# --- words ---
+
+
+def test_differences_name_each_leaf_once():
+    before, after = {"a": 1, "b": {"c": [1], "d": 2}}, {"a": 1, "b": {"c": [2], "e": 3}}
+    assert list(differences(before, after)) == ["b.c: [1] -> [2]", "b.d: - 2", "b.e: + 3"]
+    assert list(differences(before, before)) == []
+
+
+def test_every_state_can_be_shown(scene: Scene):
+    for actor in scene.world.actors.values():
+        assert msgspec.json.encode(plain(actor.state))
+        assert list(outline(actor.state))
+
+
+# --- the command ---
+
+
+def test_the_command_checks_and_shows(run: RunDir):
+    checked = call(str(run.path), "--check")
+    assert checked.exit_code == 0, checked.output
+    assert "all as recorded" in checked.output
+    shown = call(str(run.path), "--until", "100", "--actor", "refit")
+    assert "phase: " in shown.output
+    assert call(str(run.path), "--until", "100").output.count("inputs taken") == 8
+
+
+def test_the_command_is_deterministic(run: RunDir):
+    for words in (["--until", "120"], ["--until", "90", "--diff", "130"], ["--until", "90", "--step", "9"]):
+        assert call(str(run.path), *words).output == call(str(run.path), *words).output != ""
+
+
+def test_steps_show_input_commands_and_the_change_of_state(run: RunDir, recorded: Recorded):
+    position, envelope = first(recorded, RefitRequested)
+    output = call(str(run.path), "--until", str(position), "--actor", "gateway-0", "--step", "3").output
+    assert envelope.id in output
+    assert "does emit gate.closed" in output
+    assert "state epoch: 0 -> 1" in output
+
+
+def test_steps_of_all_actors_come_by_time(run: RunDir):
+    output = call(str(run.path), "--until", "60", "--step", "12").output
+    heads = [line.split(" at ")[1].split(": ")[0] for line in output.splitlines() if line[0] != " "]
+    assert len(heads) == 12
+    assert heads == sorted(heads)
+
+
+def test_a_divergence_ends_with_exit_code_1(run: RunDir, tmp_path: Any):
+    copy = tmp_path / "other"
+    copy.mkdir()
+    for name in ("run.json", "config.yaml"):
+        (copy / name).write_bytes((run / name).read_bytes().replace(b"max_staleness: 1", b"max_staleness: 2"))
+    for folder in ("events", "journals"):
+        writer = Writer(copy / folder, 0.0)
+        from actors.recorder.archive import read
+
+        for entry in read(run / folder):
+            writer.append(entry.stream, entry.entry, entry.data)
+        writer.close(0.0)
+    result = call(str(copy), "--check")
+    assert result.exit_code == 1, result.output
+    assert "DIVERGES: buffer" in result.output
+    assert "emit credit.granted CreditGranted(total=8)" in result.output
+    assert "emit credit.granted CreditGranted(total=12)" in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--check", "--step", "2"], "different questions"),
+        (["--actor", "nobody"], "no journal of 'nobody'"),
+        (["--drop", "nobody:1.0"], "no event"),
+        (["--until", "soon"], "names no moment"),
+    ],
+)
+def test_wrong_questions_are_refused(run: RunDir, words: list[str], said: str):
+    result = call(str(run.path), *words)
+    assert result.exit_code == 2
+    assert said in result.output
