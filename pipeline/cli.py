@@ -196,7 +196,7 @@ def simulate(
     """Run the whole protocol on virtual time: real cores, simulated engines, trainer and environments."""
     from config.loading import ConfigError, load
     from pipeline.simulate import archive
-    from pipeline.simulate.run import Faults
+    from pipeline.simulate.faults import Faults
     from pipeline.simulate.run import simulate as run
 
     sizes = [f"engine.count={engines}", f"launch.collectors={collectors}", f"steps={steps}"]
@@ -212,6 +212,12 @@ def simulate(
     summary = result.summary
     click.echo(" ".join(f"{name}={getattr(summary, name)}" for name in summary.__struct_fields__))
     click.echo(f"finished={result.finished} virtual_s={result.seconds:.3f}")
+    if result.halted is not None:
+        click.echo(f"halted: {result.halted}")
+    click.echo(
+        f"cpu_s={result.cpu_s:.3f} cpu_ms_per_trajectory={result.cpu_ms_per_trajectory:.3f} "
+        f"events_per_cpu_s={result.events_per_cpu_s:.0f}"
+    )
     raise click.exceptions.Exit(Exit.DONE if result.ok else Exit.FAILED)
 
 

@@ -31,6 +31,7 @@ class Summary(msgspec.Struct, frozen=True):
 
     events: int
     tasks: int
+    trajectories: int
     trained: int
     dropped: int
     owed: int
@@ -58,6 +59,8 @@ class Verifier:
         self._dropped: dict[int, str] = {}
         self._parents: dict[int, int | None] = {}
         self._steps: dict[int, events.StepFinished] = {}
+        self._step_of: dict[int, int] = {}
+        self._base: int | None = None
         self._tip: int | None = None
         self._abandoned: set[int] = set()
         self._epochs: dict[int, str] = {}
@@ -145,14 +148,26 @@ class Verifier:
                 self._find(
                     "committed-sources", f"sample {name} of batch {batch} has tokens of {source}, never committed"
                 )
+        lag = self._lag(batch, sources)
+        if lag is not None and lag != sample.lag:
+            self._find("staleness", f"sample {name} of batch {batch} says it lags {sample.lag}, the log says {lag}")
         if self._max_staleness is not None and sample.lag > self._max_staleness:
             self._find("staleness", f"sample {name} of batch {batch} lags {sample.lag}, bound {self._max_staleness}")
+
+    def _lag(self, batch: int, sources: tuple[Provenance, ...]) -> int | None:
+        """Batch `b` is trained from step `base + b - 1`; None if a version's step is not known."""
+        steps = [self._step_of.get(source.version) for source in sources]
+        if self._base is None or any(step is None for step in steps):
+            return None
+        return self._base + batch - 1 - min((step for step in steps if step is not None), default=0) if steps else 0
 
     # --- policy ---
 
     def _on_policy_ready(self, event: events.PolicyReady) -> None:
         self._new_version(event.version, event.parent_version)
         self._abandoned.update(event.abandoned)
+        self._step_of[event.version] = event.step
+        self._base = event.step if self._base is None else self._base
 
     def _on_step_finished(self, event: events.StepFinished) -> None:
         if event.parent_version != self._tip:
@@ -161,6 +176,7 @@ class Verifier:
             self._find("from-the-log", f"step {event.step} trained batch {event.batch}, which was never ready")
         self._new_version(event.version, event.parent_version)
         self._steps[event.version] = event
+        self._step_of[event.version] = event.step
 
     def _new_version(self, version: int, parent: int | None) -> None:
         if self._parents and version <= max(self._parents):
@@ -244,6 +260,7 @@ class Verifier:
         return Summary(
             events=self._events,
             tasks=len(self._issued),
+            trajectories=len(self._sources),
             trained=len(trained),
             dropped=len(self._dropped),
             owed=len(set(self._issued) - trained - set(self._dropped)),

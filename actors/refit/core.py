@@ -230,7 +230,7 @@ class RefitCore:
         missing = self._missing(state)
         if not missing and now >= state.retry_at:
             self._begin(turn)
-        elif missing and state.wait is not None and now >= state.wait.deadline_at:
+        elif missing and state.wait is not None and _for_fleet(state.wait) and now >= state.wait.deadline_at:
             message = (
                 f"no refit can begin, {', '.join(missing)} not ready after {now - state.wait.since:.0f} s: "
                 f"see their logs, or raise launch.start_deadline_s (now {self._start_deadline_s:g})"
@@ -331,6 +331,11 @@ class RefitCore:
         if state.phase != "idle" or not missing or not self._need(state, now):
             return None, ""
         on = ",".join(missing)
-        since = now if state.wait is None or not state.wait.key.startswith(FLEET) else state.wait.since
+        since = state.wait.since if state.wait is not None and _for_fleet(state.wait) else now
         wait = Wait(f"{FLEET}{on}", on, since, since + self._start_deadline_s)
         return wait, f"a refit is due and {on} not ready"
+
+
+def _for_fleet(wait: Wait) -> bool:
+    """Not for an answer in an epoch, whose deadline may have passed in the very step that ends it."""
+    return wait.key.startswith(FLEET)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,25 +11,23 @@ import msgspec
 from config.schema import RunConfig
 from contracts.envelope import Envelope, decode
 from contracts.events import Event, RunStarted
+from pipeline.simulate import faults as chaos
+from pipeline.simulate.faults import Faults
 from pipeline.simulate.shells import TrainerSim, shells
 from pipeline.simulate.world import Pace, World
 from pipeline.verify import Finding, Summary, Verifier
 
 
-class Faults(msgspec.Struct, frozen=True):
-    """How many faults of each kind fall into the first `window_s` seconds; each hits a random actor at some time."""
-
-    kills: int = 0
-    pauses: int = 0
-    pause_s: tuple[float, float] = (1.0, 60.0)
-    window_s: float = 15.0
-
-
 class Result(msgspec.Struct, frozen=True):
-    """`finished`: all steps were trained within the limit. `trained`: the batches that the final weights saw."""
+    """`finished`: all steps were trained within the limit. `trained`: the batches that the final weights saw.
+
+    `halted`: why the run ended with an error. `seconds` are virtual, `cpu_s` is the time that this process computed.
+    """
 
     finished: bool
+    halted: str | None
     seconds: float
+    cpu_s: float
     trained: tuple[int, ...]
     findings: tuple[Finding, ...]
     summary: Summary
@@ -39,46 +38,53 @@ class Result(msgspec.Struct, frozen=True):
         return (decode(entry.stream, entry.data) for entry in self.world.store.log)
 
     @property
+    def safe(self) -> bool:
+        """Nothing broken so far, and every batch trained once and in order; finished or not."""
+        return not self.findings and self.trained == tuple(range(1, len(self.trained) + 1))
+
+    @property
     def ok(self) -> bool:
-        """Finished, nothing broken, and every batch trained once and in order."""
-        return self.finished and not self.findings and self.trained == tuple(range(1, len(self.trained) + 1))
+        """Safe, and finished."""
+        return self.finished and self.safe
+
+    @property
+    def cpu_ms_per_trajectory(self) -> float:
+        """Of everything: cores, journals, encoding, the store, and the simulation itself."""
+        return 1000 * self.cpu_s / max(1, self.summary.trajectories)
+
+    @property
+    def events_per_cpu_s(self) -> float:
+        return self.summary.events / self.cpu_s
 
 
 def simulate(
     config: RunConfig, seed: int, faults: Faults | None = None, pace: Pace | None = None, limit_s: float = 3600.0
 ) -> Result:
-    """Run `config` on virtual time. Same arguments, same log. Raises `shells.Broken` if a version is mixed."""
-    faults = faults or Faults()
+    """Run `config` on virtual time. Same arguments, same log.
+
+    Raises `pipeline.simulate.process.Broken` when a version is mixed or a fenced process commits.
+    """
+    begun = time.process_time()
     world = World(seed, pace)
     start = world.now()
     for name, shell in shells(config).items():
         world.add(name, shell)
     world.start()
     world.post(RunStarted(config_digest="simulated"), "start")
-    _schedule(world, faults)
+    chaos.schedule(world, faults or Faults())
     trainer = world.actors["trainer"]
     finished = world.run(lambda: trainer.state is not None and trainer.state.phase == "finished", limit_s)
+    cpu_s = time.process_time() - begun
     staleness = 0 if config.sync else config.buffer.max_staleness
     verifier = Verifier(staleness).apply_all(decode(entry.stream, entry.data) for entry in world.store.log)
     assert isinstance(trainer.shell, TrainerSim)
     return Result(
         finished=finished,
+        halted=world.halted,
         seconds=world.now() - start,
+        cpu_s=cpu_s,
         trained=tuple(trainer.shell.memory),
         findings=tuple(verifier.findings()),
         summary=verifier.summary(),
         world=world,
     )
-
-
-def _schedule(world: World, faults: Faults) -> None:
-    names = list(world.actors)
-    for _ in range(faults.kills):
-        victim = world.actors[world.random.choice(names)]
-        world.later(world.random.uniform(0.0, faults.window_s), victim.kill)
-    for _ in range(faults.pauses):
-        victim = world.actors[world.random.choice(names)]
-        seconds = world.draw(faults.pause_s)
-        world.later(
-            world.random.uniform(0.0, faults.window_s), lambda victim=victim, seconds=seconds: victim.pause(seconds)
-        )

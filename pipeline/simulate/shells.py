@@ -21,15 +21,14 @@ from actors.source import core as source
 from actors.trainer import core as trainer
 from config.schema import RunConfig
 from contracts.events import Bucket, Provenance, TensorSpec
+from pipeline.simulate.process import START, Broken
 
 if TYPE_CHECKING:
-    from pipeline.simulate.world import SimActor
+    from pipeline.simulate.process import SimActor
 
+KEEP = 2
+"""Checkpoints that the simulated disk keeps."""
 BUCKETS = (Bucket((TensorSpec("w", "float32", (1,)),), 4),)
-
-
-class Broken(AssertionError):
-    """A simulated component saw the protocol break a safety property."""
 
 
 class Quiet:
@@ -42,6 +41,9 @@ class Quiet:
         raise TypeError(f"{actor.name} can't perform {command!r}")
 
     def killed(self, actor: SimActor) -> None:
+        pass
+
+    def booting(self, actor: SimActor) -> None:
         pass
 
     def payload(self, handle: str) -> bytes:
@@ -77,7 +79,7 @@ class CollectorSim(Quiet):
                 pass
 
     def _roll_out(self, actor: SimActor, command: collector.Rollout) -> None:
-        started = actor.world.now()
+        started = actor.now()
 
         def done(sources: list[tuple[Provenance, ...]]) -> None:
             for attempt, spans in zip(command.tries, sources, strict=True):
@@ -110,7 +112,7 @@ class CollectorSim(Quiet):
             stop_reason="stop",
             handle=f"{command.ref.entry}/{attempt.sample}/{attempt.attempt}",
             size=8,
-            seconds=actor.world.now() - started,
+            seconds=actor.now() - started,
         )
 
 
@@ -170,7 +172,7 @@ class GatewaySim(Quiet):
     def arrive(self, actor: SimActor, caller: Caller, session: str) -> None:
         self._number += 1
         self._callers[self._number] = caller
-        arrived = gateway.Arrived(self._number, caller.n, session, actor.world.now() + self._deadline_s)
+        arrived = gateway.Arrived(self._number, caller.n, session, actor.now() + self._deadline_s)
         actor.after(actor.world.draw(actor.world.pace.hop), arrived)
 
     def killed(self, actor: SimActor) -> None:
@@ -213,6 +215,9 @@ class GatewaySim(Quiet):
                 self._failed(actor, call, "infra", "connection refused")
                 return
             server, shell = found
+            if server.stopped:
+                actor.do(server.paused_until - actor.world.now(), reached)
+                return
             why = shell.refuses(server, call)
             if why is not None:
                 self._failed(actor, call, "not_serving", why)
@@ -261,6 +266,9 @@ class EngineSim(Quiet):
         self.groups: set[str] = set()
         self._running: dict[str, Running] = {}
         self._url = ""
+        self._lease = engine.Lease(0, 0, 0.0)
+        self._held_at = 0.0
+        self._lapse_told = False
 
     def killed(self, actor: SimActor) -> None:
         self._table.listening.pop(self._url, None)
@@ -279,10 +287,12 @@ class EngineSim(Quiet):
             case engine.StartServer():
                 actor.do(command.delay_s + world.draw(world.pace.server_start), lambda: self._started(actor))
             case engine.Drain():
-                self._drain(actor, command, world.now())
+                self._drain(actor, command, actor.now())
             case engine.Receive():
                 self._receive(actor, command)
             case engine.Resume():
+                self._held_at, self._lapse_told = actor.now(), False
+                self._read_lease(actor)
                 actor.after(0.001, engine.Resumed(command.epoch))
             case engine.Abandon():
                 self._wires.lost(actor.name)
@@ -298,16 +308,46 @@ class EngineSim(Quiet):
         actor.push(engine.ServerReady(self._url, 1, 1.0))
 
     def refuses(self, actor: SimActor, call: gateway.Call) -> str | None:
-        """The sidecar's check, with a fresh lease."""
-        registers = actor.world.store.registers
-        lease = engine.Lease(registers["committed"], registers["epoch"], actor.world.now())
-        if self.core.admits(actor.state, call.epoch, lease, actor.world.now()):
+        """The sidecar's check, with the lease that it polled last: one that was stopped goes on with an old lease."""
+        if self.core.admits(actor.state, call.epoch, self._lease, actor.now()):
             return None
-        return self.core.refusal(actor.state, call.epoch, lease, actor.world.now())
+        return self.core.refusal(actor.state, call.epoch, self._lease, actor.now())
+
+    def booting(self, actor: SimActor) -> None:
+        self._lease, self._held_at, self._lapse_told = engine.Lease(0, 0, 0.0), 0.0, False
+        self._poll(actor)
+
+    def _poll(self, actor: SimActor) -> None:
+        if not actor.stopped:
+            self._read_lease(actor)
+            state = actor.state
+            if (
+                state.mode in engine.SERVED
+                and actor.now() >= self._held_at + self.core.lease_s
+                and not self._lapse_told
+            ):
+                self._lapse_told = True
+                actor.push(engine.LeaseLapsed(state.epoch))
+                self._end_all("abort")
+        actor.do(self.core.lease_s / 4, lambda: self._poll(actor))
+
+    def _read_lease(self, actor: SimActor) -> None:
+        if actor.world.down:
+            return
+        registers = actor.world.store.registers
+        self._lease = engine.Lease(registers["committed"], registers["epoch"], actor.now())
+        if self._lease.confirms(actor.state.epoch):
+            self._held_at, self._lapse_told = actor.now(), False
+            if actor.state.mode == "lapsed":
+                actor.push(engine.LeaseRenewed(actor.state.epoch))
 
     def generate(self, actor: SimActor, call: gateway.Call, end: Callable[[str], None]) -> None:
         if self.version is None or self.version != call.version:
             raise Broken(f"S2: {actor.name} holds {self.version} and was asked for tokens of {call.version}")
+        store = actor.world.store
+        age = actor.world.now() - store.raised_at.get("committed", START)
+        if store.registers["committed"] > call.epoch and age > self.core.lease_s and not actor.world.losses:
+            raise Broken(f"S2: {actor.name} serves epoch {call.epoch} {age:.1f} s after a later one was committed")
         self._running[call.rid] = Running(call, self.version, end)
 
         def finish() -> None:
@@ -325,7 +365,7 @@ class EngineSim(Quiet):
             self._running.pop(rid).end("abort")
 
     def _drain(self, actor: SimActor, command: engine.Drain, since: float) -> None:
-        now = actor.world.now()
+        now = actor.now()
         if actor.state.epoch != command.epoch:
             return
         if not self._running:
@@ -384,7 +424,7 @@ class Wires:
         wire.expected = expected or wire.expected
         if wire.expected is not None and wire.expected <= set(wire.parties):
             actor.world.later(actor.world.draw(actor.world.pace.transfer), lambda: self._finish(epoch, group, None))
-        left = max(0.0, deadline_at - actor.world.now())
+        left = max(0.0, deadline_at - actor.now())
         actor.world.later(left, lambda: self._finish(epoch, group, "join"))
 
     def lost(self, name: str) -> None:
@@ -411,6 +451,10 @@ class TrainerSim(Quiet):
         self.memory = []
         self._wires.lost("trainer")
 
+    def set_aside(self, newest: int) -> None:
+        """Checkpoints of versions above `newest` belong to a log that is lost."""
+        self.disk = {path: batches for path, batches in self.disk.items() if version_of(path) <= newest}
+
     def perform(self, actor: SimActor, command: Any) -> None:
         world, pace = actor.world, actor.world.pace
         match command:
@@ -428,6 +472,9 @@ class TrainerSim(Quiet):
                 actor.after(0.002, offered)
             case trainer.Send():
                 self._send(actor, command)
+            case trainer.Prune():
+                kept = sorted(self.disk, key=version_of)[-KEEP:]
+                self.disk = {path: self.disk[path] for path in kept}
             case trainer.Abandon():
                 self._wires.lost("trainer")
 
@@ -450,16 +497,35 @@ class TrainerSim(Quiet):
                 actor.push(trainer.TransferBroke(started.epoch, phase, "RuntimeError", "the transfer broke"))
 
         expected = {"trainer", *(member.engine for member in started.members)}
-        deadline = actor.world.now() + command.timeout
+        deadline = actor.now() + command.timeout
         self._wires.join(actor, "trainer", started.epoch, started.group, deadline, done, expected)
 
 
 class RefitSim(Quiet):
-    """Its disk is instant."""
+    """Its disk, with the highest epoch used, is instant and outlives everything."""
+
+    def __init__(self, core: Any) -> None:
+        super().__init__(core)
+        self.high = 0
+
+    def booting(self, actor: SimActor) -> None:
+        known = max(actor.world.store.registers["epoch"], actor.state.epoch)
+        if self.high > known:
+            actor.world.halt(f"the store knows epoch {known}, but {self.high} was used")
 
     def perform(self, actor: SimActor, command: Any) -> None:
-        if isinstance(command, refit.FsyncHigh):
-            actor.after(0.001, refit.HighWritten(command.epoch))
+        if not isinstance(command, refit.FsyncHigh):
+            return
+        if command.epoch <= self.high:
+            actor.kill()
+            return
+        self.high = command.epoch
+        actor.after(0.001, refit.HighWritten(command.epoch))
+
+
+def version_of(path: str) -> int:
+    """Of a checkpoint on the simulated disk."""
+    return int(path.rpartition("/")[2])
 
 
 def digest_of(version: int) -> str:

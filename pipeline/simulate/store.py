@@ -16,8 +16,8 @@ from pipeline.bus import Commit, Committed, Fenced, Lease, LeaseLostError, Regis
 class Pending:
     """An entry that a consumer holds."""
 
-    def __init__(self, consumer: str, since: float) -> None:
-        self.consumer, self.since, self.deliveries = consumer, since, 1
+    def __init__(self, consumer: str, since: float, deliveries: int = 1) -> None:
+        self.consumer, self.since, self.deliveries = consumer, since, deliveries
 
 
 class MemoryStream:
@@ -27,6 +27,13 @@ class MemoryStream:
         self.entries: list[tuple[int, bytes]] = []
         self.next_new = 0
         self.pending: dict[int, Pending] = {}
+
+    def copy(self) -> MemoryStream:
+        other = MemoryStream()
+        other.entries, other.next_new = list(self.entries), self.next_new
+        for number, held in self.pending.items():
+            other.pending[number] = Pending(held.consumer, held.since, held.deliveries)
+        return other
 
     def after(self, entry: int) -> Iterator[tuple[int, bytes]]:
         start = bisect_right(self.entries, entry, key=lambda item: item[0])
@@ -41,12 +48,29 @@ class MemoryStore:
         self.boots: dict[str, int] = defaultdict(int)
         self.seqs: dict[str, int] = defaultdict(int)
         self.registers: dict[str, int] = defaultdict(int)
+        self.raised_at: dict[str, float] = {}
+        """When each register rose last."""
         self.journals: dict[str, list[bytes]] = defaultdict(list)
         self.snapshots: dict[str, tuple[int, bytes]] = {}
         self.cursors: dict[str, dict[str, str]] = defaultdict(dict)
         self.payloads: dict[str, bytes] = {}
+        self.replies: dict[str, tuple[int, tuple[str, ...]]] = {}
         self.log: list[Entry] = []
         self.now = 0.0
+
+    def copy(self) -> MemoryStore:
+        """The store as it is now, as a file that was made durable at this moment."""
+        other = MemoryStore()
+        for name, stream in self.streams.items():
+            other.streams[name] = stream.copy()
+        for field in ("boots", "seqs", "registers", "raised_at", "snapshots", "payloads", "replies"):
+            getattr(other, field).update(getattr(self, field))
+        for actor, records in self.journals.items():
+            other.journals[actor] = list(records)
+        for actor, cursors in self.cursors.items():
+            other.cursors[actor] = dict(cursors)
+        other.log, other.now = list(self.log), self.now
+        return other
 
     def boot(self, actor: str) -> tuple[int, int]:
         """As `Bus.boot`."""
@@ -57,6 +81,8 @@ class MemoryStore:
         """As `Bus.commit`."""
         if self.boots[actor] != commit.boot:
             raise Fenced(actor, commit.boot, self.boots[actor])
+        if self.seqs[actor] == commit.seq_to and self.replies[actor][0] == commit.seq_from:
+            return Committed(entries=self.replies[actor][1], again=True)
         if self.seqs[actor] != commit.seq_from:
             raise SequenceConflict(actor, commit.seq_from, commit.seq_to, self.seqs[actor])
         lost = [lease for lease in commit.leases if not self._owns(actor, lease)]
@@ -68,11 +94,13 @@ class MemoryStore:
                 raise RegisterStale(name, value, self.registers[name])
         self._apply(actor, commit)
         entries = tuple(self.add(stream, data) for stream, data in commit.adds)
+        self.replies[actor] = (commit.seq_from, entries)
         return Committed(entries=entries, again=False)
 
     def _apply(self, actor: str, commit: Commit) -> None:
         self.seqs[actor] = commit.seq_to
         self.registers.update(commit.registers)
+        self.raised_at.update((name, self.now) for name, _ in commit.registers)
         self.payloads.update(commit.payloads)
         for key in commit.releases:
             self.payloads.pop(key, None)
@@ -137,6 +165,13 @@ class MemoryStore:
                 pending.deliveries += 1
                 claimed.append(WorkEntry(stream, f"{number}-0", data[number], pending.deliveries))
         return claimed
+
+    def hand_over(self, stream: str, entry: int, actor: str) -> WorkEntry:
+        """Deliver an entry that somebody holds to `actor`: as after a lease that ran out, or a cut connection."""
+        source = self.streams[stream]
+        held = source.pending[entry]
+        held.consumer, held.since, held.deliveries = actor, self.now, held.deliveries + 1
+        return WorkEntry(stream, f"{entry}-0", dict(source.entries)[entry], held.deliveries)
 
     def renew(self, stream: str, actor: str) -> None:
         """Reset the idle time of everything `actor` holds."""

@@ -1,28 +1,28 @@
-"""Seeded kills and pauses of any actor on virtual time: the run ends, and its log breaks no promise."""
+"""Seeded faults on virtual time: whatever goes wrong no promise is broken, and once it stops the run ends.
+
+More of them: `python -m tests.chaos.schedules --seeds 100`.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import subprocess
 import sys
+from typing import Any
 
 import msgspec
 import pytest
 
-from config.schema import BufferConfig, EngineConfig, LaunchConfig, RefitConfig, RolloutConfig, RunConfig
+from actors.trainer.core import Pending, TrainerCore
+from config.schema import BufferConfig
 from contracts.events import GroupDropped
-from pipeline.simulate.run import Faults, Result, simulate
-
-
-def config(seed: int, steps: int = 12) -> RunConfig:
-    return RunConfig(
-        steps=steps,
-        engine=EngineConfig(count=3),
-        launch=LaunchConfig(collectors=2),
-        buffer=BufferConfig(groups=4, max_staleness=seed % 3),
-        rollout=RolloutConfig(samples=4, open_groups=8),
-        refit=RefitConfig(drain="interrupt" if seed % 2 else "finish"),
-    )
+from pipeline.bus import Committed
+from pipeline.simulate.faults import Faults
+from pipeline.simulate.process import Broken
+from pipeline.simulate.run import Result, simulate
+from pipeline.simulate.store import MemoryStore
+from tests.chaos import schedules
+from tests.chaos.schedules import config, play, replay
 
 
 def digest(result: Result) -> str:
@@ -32,17 +32,92 @@ def digest(result: Result) -> str:
     return lines.hexdigest()
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("mode", schedules.MODES)
+def test_a_schedule_of_faults_keeps_what_its_mode_asks_for(seed: int, mode: str):
+    _, problem = play(seed, mode)
+    assert problem is None, f"{problem}; again: {replay(seed, mode)}"
+
+
+@pytest.mark.parametrize("seed", range(4))
 def test_a_run_survives_kills_of_any_actor_at_any_moment(seed: int):
     result = simulate(config(seed), seed, Faults(kills=15))
     assert result.ok, (result.finished, result.findings[:3], result.trained)
     assert result.summary.steps == 12
 
 
-@pytest.mark.parametrize("seed", range(100, 106))
+@pytest.mark.parametrize("seed", range(100, 104))
 def test_an_actor_that_is_stopped_and_goes_on_later_breaks_nothing(seed: int):
     result = simulate(config(seed), seed, Faults(kills=3, pauses=6))
     assert result.ok, (result.finished, result.findings[:3], result.trained)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_store_that_is_killed_and_comes_back_whole_costs_time_only(seed: int):
+    result = simulate(config(seed), seed, Faults(outages=4, outage_s=(0.1, 5.0), window_s=8.0))
+    assert result.ok, (result.finished, result.findings[:3], result.trained)
+    assert result.summary.boots == len(result.world.actors)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_after_a_loss_of_power_a_store_that_synced_always_goes_on_where_it_was(seed: int):
+    result = simulate(config(seed), seed, Faults(blackouts=2, window_s=8.0))
+    assert result.ok, (result.finished, result.findings[:3], result.trained)
+    assert result.summary.boots >= 2 * len(result.world.actors)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_after_a_loss_of_power_a_store_that_lost_its_last_second_goes_on_consistently(seed: int):
+    result = simulate(config(seed), seed, Faults(blackouts=2, lost_s=1.0, window_s=8.0))
+    assert result.ok, (result.halted, result.finished, result.findings[:3], result.trained)
+
+
+def test_a_store_that_went_back_under_live_actors_halts_the_run_and_says_why():
+    results = [simulate(config(seed), seed, Faults(rewinds=1, lost_s=1.0, window_s=5.0)) for seed in range(4)]
+    said = [result.halted for result in results if not result.ok]
+    assert said
+    assert all(text and ("went back" in text or "ahead of the store" in text) for text in said), said
+
+
+# --- the harness can tell ---
+
+
+def test_a_trainer_that_takes_a_batch_twice_is_found(monkeypatch: pytest.MonkeyPatch):
+    def careless(self: TrainerCore, state: Any, pending: Pending, now: float) -> Any:
+        state = msgspec.structs.replace(state, queue=(*state.queue, pending))
+        return self._next(state, now) if state.phase == "idle" else (state, ())
+
+    monkeypatch.setattr(TrainerCore, "_batch", careless)
+    result, problem = play(0, "safety")
+    assert problem is not None
+    assert "trained-once" in {finding.rule for finding in result.findings}
+
+
+def test_a_store_that_lets_a_replaced_process_commit_is_found(monkeypatch: pytest.MonkeyPatch):
+    real = MemoryStore.commit
+
+    def unfenced(self: MemoryStore, actor: str, commit: Any) -> Any:
+        if commit.boot == self.boots[actor]:
+            return real(self, actor, commit)
+        return Committed((), again=False)
+
+    monkeypatch.setattr(MemoryStore, "commit", unfenced)
+    with pytest.raises(Broken, match="committed after boot"):
+        simulate(config(0), 0, Faults(ghosts=4))
+
+
+def test_a_failing_schedule_prints_the_command_that_runs_it_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    real = play(3, "liveness")[0]
+    monkeypatch.setattr(schedules, "play", lambda seed, mode: (real, "broken: on purpose" if seed == 3 else None))
+    assert schedules.main(["--seeds", "2", "--first", "2", "--mode", "liveness"]) == 1
+    said = capsys.readouterr().out
+    assert "python -m tests.chaos.schedules --seed 3 --mode liveness" in said
+    assert "schedules=2 failed=1" in said
+
+
+# --- without faults ---
 
 
 def test_in_order_and_without_faults_every_task_is_trained_and_nothing_is_dropped():
@@ -61,7 +136,7 @@ def test_without_faults_first_come_first_trained_drops_only_stragglers():
 def test_the_same_seed_gives_the_same_log_whatever_the_hash_seed():
     code = (
         "from tests.chaos.test_simulated_chaos import config, digest\n"
-        "from pipeline.simulate.run import Faults, simulate\n"
+        "from pipeline.simulate.run import simulate\nfrom pipeline.simulate.faults import Faults\n"
         "print(digest(simulate(config(5, steps=4), 5, Faults(kills=5))))"
     )
     runs = [

@@ -288,6 +288,17 @@ def test_epoch_without_any_engine_waits_for_one(serving: Drive) -> None:
     assert FsyncHigh(2) in serving.hear(engine_ready(1, boot=2))
 
 
+def test_epoch_that_fails_at_its_deadline_leaves_restarting_engines_their_own_time(drive: Drive) -> None:
+    drive.fleet()
+    drive.open()
+    drive.hear(drive.gate(), drive.offer(), booted("engine-0", 2))
+    drive.wake()
+    assert drive.one(RefitFailed).phase == "drain"
+    assert drive.emitted(ActorFailed) == []
+    assert drive.one(WaitStarted).on == "engine-0"
+    assert not drive.state.halted
+
+
 def test_epoch_is_not_asked_for_when_its_cause_is_gone(serving: Drive) -> None:
     serving.hear(EngineDead(engine="engine-1", boot=1, reason="gone"), engine_ready(1, boot=2))
     serving.hear(EngineDead(engine="engine-1", boot=2, reason="gone"))
