@@ -62,6 +62,7 @@ class SimActor:
         self.paused_until = 0.0
         self.deaf_until = 0.0
         self.skew = 0.0
+        self.leapt = 0.0
         self._trap: Trap | None = None
         self._asking = False
         self._inputs: deque[Any] = deque()
@@ -75,10 +76,10 @@ class SimActor:
 
     def now(self) -> float:
         """This process's clock, `contracts.core.Clock`: off the world's by what the wall was off at its start."""
-        return self.world.now() + self.skew
+        return self.world.now() + self.leapt + self.skew
 
     def monotonic_ns(self) -> int:
-        return int((self.now() - START) * 1e9)
+        return int((self.world.now() - START + self.leapt) * 1e9)
 
     # --- life ---
 
@@ -89,7 +90,8 @@ class SimActor:
             world.later(world.back_at - world.now() + world.draw(world.pace.hop), self._reboot(self.life))
             return
         self.life += 1
-        self.skew = world.random.uniform(-world.skew_s, world.skew_s)
+        if world.skew_s:
+            self.skew = world.random.uniform(-world.skew_s, world.skew_s)
         number, committed = store.boot(self.name)
         snapshot = store.snapshots.get(self.name)
         seq, state = Journal(self.core).fold(snapshot, store.journals[self.name])
@@ -176,7 +178,7 @@ class SimActor:
 
     def leap(self, seconds: float) -> None:
         """Its monotonic clock jumps ahead, as on a machine that was suspended."""
-        self.skew += seconds
+        self.leapt += seconds
         self.schedule(0.0)
 
     @property

@@ -30,9 +30,9 @@ from config.schema import (
     RolloutConfig,
     RunConfig,
 )
+from pipeline.simulate import archive
 from pipeline.simulate.faults import Faults
 from pipeline.simulate.process import Broken
-from pipeline.simulate import archive
 from pipeline.simulate.run import Result, simulate
 
 CALM_S = 15.0
