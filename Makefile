@@ -17,6 +17,7 @@ smollm2: install ## The real pretrained SmolLM2-135M-Instruct; only the model fi
 	$(BIN)/pipeline up smollm2-cpu $(ARGS)
 
 install: $(VENV)/.installed ## Make .venv from the constraints file
+# A plain path instead of setuptools' import hook: the hook costs every process 50 ms.
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -28,7 +29,7 @@ CORES := $(foreach actor,source collector buffer trainer refit engine gateway re
 GATE := --cov=pipeline.bus $(CORES) --cov=actors.refit.barrier --cov-branch --cov-report= --cov-fail-under=100
 
 test: install ## The whole suite; protocol code must keep 100 % branch coverage
-	$(BIN)/python -m pytest $(GATE)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(GATE)
 
 bars: install ## What the quickstart promises: three seeds, and sync against async
 	$(BIN)/python -m tests.bench.quickstart
