@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -47,6 +48,30 @@ class Answer(msgspec.Struct, frozen=True):
         return self.body[: 4 * TEXT_LIMIT].decode(errors="replace")[:TEXT_LIMIT]
 
 
+class Reply:
+    """An answer whose head is in. Its body is read once, by `chunks` or `read`."""
+
+    def __init__(self, call: str, response: aiohttp.ClientResponse, limit: int) -> None:
+        self.status = response.status
+        self.content_type = response.content_type
+        self._call = call
+        self._response = response
+        self._limit = limit
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The body as it comes. Raises `CallError` when it is longer than its limit."""
+        size = 0
+        async for chunk in self._response.content.iter_any():
+            size += len(chunk)
+            if size > self._limit:
+                raise CallError(self._call, None, f"the answer exceeds {self._limit} bytes")
+            yield chunk
+
+    async def read(self) -> Answer:
+        """The whole of it."""
+        return Answer(self.status, self.content_type, b"".join([chunk async for chunk in self.chunks()]))
+
+
 class HttpEngineClient:
     """`contracts.engine.EngineClient` of the server at `url`. Create and close it on one event loop.
 
@@ -61,9 +86,11 @@ class HttpEngineClient:
     async def close(self) -> None:
         await self._session.close()
 
-    async def forward(self, path: str, body: bytes, timeout: float, limit: int = GENERATED_LIMIT) -> Answer:
-        """POST `body` as it is; answers whatever status comes. Raises `CallError` if none does in time."""
-        return await self._call("POST", path, body, timeout, limit)
+    def forward(
+        self, path: str, body: bytes, timeout: float, limit: int = GENERATED_LIMIT
+    ) -> contextlib.AbstractAsyncContextManager[Reply]:
+        """POST `body` as it is; whatever status comes can be read within the block, which `timeout` bounds."""
+        return self._open("POST", path, body, timeout, limit)
 
     async def generate(self, body: Mapping[str, Any], timeout: float) -> Any:
         answer = await self._post("/generate", body, timeout, GENERATED_LIMIT)
@@ -166,6 +193,13 @@ class HttpEngineClient:
             raise CallError(path, answer.status, answer.text)
 
     async def _call(self, method: str, path: str, body: bytes | None, timeout: float, limit: int) -> Answer:
+        async with self._open(method, path, body, timeout, limit) as reply:
+            return await reply.read()
+
+    @contextlib.asynccontextmanager
+    async def _open(
+        self, method: str, path: str, body: bytes | None, timeout: float, limit: int
+    ) -> AsyncIterator[Reply]:
         call = path.partition("?")[0]
         headers = {"content-type": "application/json"} if body else None
         try:
@@ -175,7 +209,7 @@ class HttpEngineClient:
                     method, self.url + path, data=body, headers=headers, timeout=_NO_TIMEOUT, allow_redirects=False
                 ) as response,
             ):
-                return Answer(response.status, response.content_type, await _read(call, response, limit))
+                yield Reply(call, response, limit)
         except TimeoutError as error:
             raise CallError(call, None, f"deadline of {timeout:.3g} s passed") from error
         except (aiohttp.ClientError, OSError) as error:
@@ -203,17 +237,6 @@ class _ModelInfo(msgspec.Struct):
 
 class _ServerInfo(msgspec.Struct):
     tp_size: int = 1
-
-
-async def _read(call: str, response: aiohttp.ClientResponse, limit: int) -> bytes:
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in response.content.iter_any():
-        size += len(chunk)
-        if size > limit:
-            raise CallError(call, None, f"the answer exceeds {limit} bytes")
-        chunks.append(chunk)
-    return b"".join(chunks)
 
 
 def _ok(call: str, answer: Answer) -> Answer:

@@ -3,6 +3,7 @@
 Bodies pass through unparsed; what the proxy has to know comes in headers: `x-sluice-epoch`, the commit under which the
 request was sent, and `x-sluice-rids`, its request ids, comma-separated. An answer carries `x-sluice-version` and
 `x-sluice-boot`. A request counts as running until the server has answered it, whether or not its caller is still there.
+Streams pass event by event; the server is never held up by a slow caller, who is cut off in the end.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +24,10 @@ ABORT_EVERY_S = 0.5
 """Aborts are repeated: one that comes before its request is lost."""
 ABORT_DEADLINE_S = 5.0
 """How long the server may take to answer an abort."""
+BACKLOG_LIMIT = 64 * 2**20
+"""Bytes of a stream that its caller may leave unread before it is cut off."""
 _JSON = "application/json"
+_STREAM = "text/event-stream"
 
 
 class Refused(Exception):
@@ -49,6 +54,72 @@ class _Abort(msgspec.Struct):
     rid: str
 
 
+class _Reply:
+    """An answer on its way from the server to the caller: whole, or as a stream of chunks once `headers` are known."""
+
+    def __init__(self) -> None:
+        self.whole: web.Response | None = None
+        self.headers: dict[str, str] = {}
+        self.status = 0
+        self.ended = False
+        self.error: str | None = None
+        """Why a stream that had begun can't go on."""
+        self._chunks: deque[bytes] = deque()
+        self._size = 0
+        self._news = asyncio.Event()
+
+    def answer(self, response: web.Response) -> None:
+        self.whole, self.ended = response, True
+        self._news.set()
+
+    def begin(self, status: int, headers: dict[str, str]) -> None:
+        self.status, self.headers = status, headers
+        self._news.set()
+
+    def put(self, chunk: bytes) -> None:
+        """What the caller of a broken stream will not read is dropped."""
+        if self.error is not None:
+            return
+        self._chunks.append(chunk)
+        self._size += len(chunk)
+        if self._size > BACKLOG_LIMIT:
+            self.fail(f"the caller left {self._size} bytes unread")
+        self._news.set()
+
+    def fail(self, error: str) -> None:
+        self.error = error
+        self._chunks.clear()
+        self._news.set()
+
+    def end(self) -> None:
+        self.ended = True
+        self._news.set()
+
+    def close(self) -> None:
+        """The server will say nothing more, whatever became of its answer."""
+        if self.ended or self.error is not None:
+            return
+        if self.headers:
+            self.fail("the sidecar ends")
+        else:
+            self.answer(_refusal(502, "engine_error", "the sidecar ends"))
+
+    async def began(self) -> None:
+        """Wait for a whole answer, or the head of a stream."""
+        await self._news.wait()
+
+    async def next(self) -> bytes | None:
+        """The next chunk; None at the end, or at an error."""
+        while not self._chunks:
+            if self.ended or self.error is not None:
+                return None
+            self._news.clear()
+            await self._news.wait()
+        chunk = self._chunks.popleft()
+        self._size -= len(chunk)
+        return chunk
+
+
 class Proxy:
     """Serves callers at `url`.
 
@@ -67,7 +138,7 @@ class Proxy:
         self._status = status
         self._deadline_s = request_deadline_s
         self._client: HttpEngineClient | None = None
-        self._running: dict[asyncio.Task[web.Response], tuple[str, ...]] = {}
+        self._running: dict[asyncio.Task[None], tuple[str, ...]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -118,7 +189,7 @@ class Proxy:
 
     # --- routes ------------------------------------------------------------------------------------------------------
 
-    async def _generate(self, request: web.Request) -> web.Response:
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
         try:
             epoch = int(request.headers["x-sluice-epoch"])
             rids = tuple(request.headers["x-sluice-rids"].split(","))
@@ -133,37 +204,59 @@ class Proxy:
             return _refusal(413, "bad_request", error.text or "the body is too large")
         except Refused as refused:
             return _refusal(409, "not_serving", str(refused))
-        task = asyncio.create_task(self._run(body, grant))
+        reply = _Reply()
+        task = asyncio.create_task(self._run(body, grant, reply))
         self._running[task] = rids
         self._idle.clear()
         task.add_done_callback(self._ran)
+        task.add_done_callback(lambda _: reply.close())
         try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:  # the caller left, and nobody else wants its tokens
-            self._spawn(self._abort(task, rids))
-            raise
+            await reply.began()
+            return reply.whole or await self._stream(request, reply)
+        finally:  # a caller that left, and nobody else, wanted its tokens
+            if not reply.ended:
+                self._spawn(self._abort(task, rids))
 
-    async def _run(self, body: bytes, grant: Grant) -> web.Response:
+    async def _run(self, body: bytes, grant: Grant, reply: _Reply) -> None:
         assert self._client is not None
+        headers = {"x-sluice-version": str(grant.version), "x-sluice-boot": str(grant.boot)}
         try:
-            answer = await self._client.forward("/generate", body, self._deadline_s)
+            async with self._client.forward("/generate", body, self._deadline_s) as answer:
+                headers["content-type"] = answer.content_type
+                if answer.content_type == _STREAM:
+                    reply.begin(answer.status, headers)
+                    async for chunk in answer.chunks():
+                        reply.put(chunk)
+                    reply.end()
+                else:
+                    whole = await answer.read()
+                    reply.answer(web.Response(status=whole.status, body=whole.body, headers=headers))
         except CallError as error:
-            return _refusal(502, "engine_error", str(error))
-        headers = {
-            "x-sluice-version": str(grant.version),
-            "x-sluice-boot": str(grant.boot),
-            "content-type": answer.content_type,
-        }
-        return web.Response(status=answer.status, body=answer.body, headers=headers)
+            if reply.headers:
+                reply.fail(str(error))
+            else:
+                reply.answer(_refusal(502, "engine_error", str(error)))
 
-    def _ran(self, task: asyncio.Task[web.Response]) -> None:
+    async def _stream(self, request: web.Request, reply: _Reply) -> web.StreamResponse:
+        """Pass chunks on. A stream that breaks is cut, so that it can't be taken for a whole one."""
+        response = web.StreamResponse(status=reply.status, headers=reply.headers)
+        await response.prepare(request)
+        while (chunk := await reply.next()) is not None:
+            await response.write(chunk)
+        if reply.error is None:
+            await response.write_eof()
+        elif request.transport is not None:
+            request.transport.abort()
+        return response
+
+    def _ran(self, task: asyncio.Task[None]) -> None:
         del self._running[task]
         if not self._running:
             self._idle.set()
         if not task.cancelled():
             task.exception()
 
-    async def _abort(self, task: asyncio.Task[web.Response], rids: tuple[str, ...]) -> None:
+    async def _abort(self, task: asyncio.Task[None], rids: tuple[str, ...]) -> None:
         """Abort one request until it ends, which it does at its deadline at the latest."""
         assert self._client is not None
         while not task.done():

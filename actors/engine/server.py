@@ -79,9 +79,11 @@ def sglang_launch(config: RunConfig, model_dir: Path, label: str) -> Launch:
     """
     engine = config.engine
     port = free_port()
+    here = Path(__file__)
+    program = (str(here.with_name("sglang_cpu.py")),) if engine.device == "cpu" else ("-m", "sglang.launch_server")
     command = (
-        *(sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))),
-        *(engine.python or sys.executable, "-m", "sglang.launch_server"),
+        *(sys.executable, "-I", "-S", str(here.with_name("guard.py"))),
+        *(engine.python or sys.executable, *program),
         *("--model-path", str(model_dir)),
         *("--load-format", "dummy"),
         *("--host", HOST),
@@ -99,7 +101,7 @@ def sglang_launch(config: RunConfig, model_dir: Path, label: str) -> Launch:
     )
     env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if engine.device == "cpu":
-        env |= {"SGLANG_USE_CPU_ENGINE": "1"} | _threads(engine.threads)
+        env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""} | _threads(engine.threads)
     return Launch(command, env, port=port, label=label)
 
 

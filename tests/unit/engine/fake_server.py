@@ -16,7 +16,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class FakeServer:
     """`calls` is what came, in order. `hang` names paths that are never answered, `answers` gives other answers.
 
-    A request to /generate runs until `finish` is called, or its id is aborted.
+    A request to /generate runs until `finish` is called, or its id is aborted. With `stream` its answer is one: the
+    events that a test puts into `events`, until it puts None (the end) or an exception (which cuts the connection).
     """
 
     def __init__(self) -> None:
@@ -25,6 +26,7 @@ class FakeServer:
         self.answers: dict[str, tuple[int, Any]] = {}
         self.running: dict[str, asyncio.Future[str]] = {}
         self.deaf_to_aborts = False
+        self.events: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
         self.version: str | None = "default"
         self.paused = False
         self._came = asyncio.Condition()
@@ -66,6 +68,8 @@ class FakeServer:
             if isinstance(answer, bytes):
                 return web.Response(status=status, body=answer, content_type="text/plain")
             return web.json_response(answer, status=status)
+        if path == "/generate" and self.calls[-1][1].get("stream"):
+            return await self._stream(request, self.calls[-1][1]["rid"])
         known = {
             "/generate": self._generate,
             "/abort_request": self._abort,
@@ -83,6 +87,28 @@ class FakeServer:
             async with self._ended:
                 self._ended.notify_all()
         return web.json_response({"output_ids": [1], "meta_info": {"finish_reason": {"type": reason}}})
+
+    async def _stream(self, request: web.Request, rid: str) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        aborted = self.running[rid] = asyncio.get_running_loop().create_future()
+        while not aborted.done():
+            event = asyncio.ensure_future(self.events.get())
+            await asyncio.wait((event, aborted), return_when=asyncio.FIRST_COMPLETED)
+            if not event.done():
+                event.cancel()
+                break
+            match event.result():
+                case None:
+                    break
+                case bytes(data):
+                    await response.write(data)
+                case _:
+                    assert request.transport is not None
+                    request.transport.abort()
+                    break
+        self.running.pop(rid, None)
+        return response
 
     async def _abort(self, body: Any) -> web.Response:
         if not self.deaf_to_aborts:

@@ -172,5 +172,6 @@ async def test_connections_are_kept(client: HttpEngineClient, server: FakeServer
 
 async def test_forward_passes_bytes_and_any_status(client: HttpEngineClient, server: FakeServer) -> None:
     server.answers["/generate"] = (422, b"as it is")
-    answer = await client.forward("/generate", b'{"rid": "r"}', 5)
+    async with client.forward("/generate", b'{"rid": "r"}', 5) as reply:
+        answer = await reply.read()
     assert (answer.status, answer.body, answer.content_type) == (422, b"as it is", "text/plain")

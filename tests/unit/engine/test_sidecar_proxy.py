@@ -218,6 +218,59 @@ async def test_abort_running_asks_nothing_of_an_idle_server(bench: Bench) -> Non
     assert bench.server.calls == []
 
 
+# --- streams ---------------------------------------------------------------------------------------------------------
+
+
+def streaming(bench: Bench) -> Any:
+    return bench.http.post(f"{bench.url}/generate", json={"rid": "r-1", "stream": True}, headers=HEADERS)
+
+
+async def test_events_of_a_stream_pass_while_it_runs(bench: Bench) -> None:
+    bench.server.events.put_nowait(b"data: 1\n\n")
+    async with streaming(bench) as response:
+        assert (response.status, response.content_type) == (200, "text/event-stream")
+        assert response.headers["x-sluice-version"] == "42"
+        assert await response.content.readuntil(b"\n\n") == b"data: 1\n\n"
+        assert bench.proxy.running == 1
+        bench.server.events.put_nowait(b"data: [DONE]\n\n")
+        bench.server.events.put_nowait(None)
+        assert await response.read() == b"data: [DONE]\n\n"
+    assert bench.proxy.running == 0
+    assert "/abort_request" not in bench.server.paths()
+
+
+async def test_a_stream_that_breaks_is_cut(bench: Bench) -> None:
+    bench.server.events.put_nowait(b"data: 1\n\n")
+    async with streaming(bench) as response:
+        await response.content.readuntil(b"\n\n")
+        bench.server.events.put_nowait(ConnectionError())
+        with pytest.raises(aiohttp.ClientError):
+            await response.read()
+    await asyncio.wait_for(bench.proxy.idle(), 5)
+
+
+async def test_a_caller_that_leaves_a_stream_has_its_request_aborted(bench: Bench) -> None:
+    bench.server.events.put_nowait(b"data: 1\n\n")
+    async with streaming(bench) as response:
+        await response.content.readuntil(b"\n\n")
+        response.close()
+    await bench.server.came("/abort_request")
+    await asyncio.wait_for(bench.proxy.idle(), 5)
+
+
+async def test_a_caller_that_does_not_read_holds_up_nobody_and_is_cut_off(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(proxy_module, "BACKLOG_LIMIT", 2**20)
+    async with streaming(bench) as response:
+        for _ in range(64):
+            bench.server.events.put_nowait(b"x" * 2**20)
+        await bench.server.came("/abort_request")
+        await asyncio.wait_for(bench.proxy.idle(), 5)
+        with pytest.raises(aiohttp.ClientError):
+            await response.read()
+
+
 async def test_health_and_status(bench: Bench) -> None:
     for healthy, status in ((True, 200), (False, 503)):
         bench.gate.status["healthy"] = healthy
@@ -233,9 +286,13 @@ async def test_other_calls_do_not_reach_the_server(bench: Bench) -> None:
     assert bench.server.calls == []
 
 
-async def test_closing_cuts_requests_off(bench: Bench) -> None:
-    request = bench.generate()
-    await bench.server.came("/generate")
-    await bench.proxy.close()
-    with pytest.raises(aiohttp.ClientError):
-        await request
+async def test_closing_ends_requests_and_cuts_streams(bench: Bench) -> None:
+    request = bench.generate("r-2")
+    bench.server.events.put_nowait(b"data: 1\n\n")
+    async with streaming(bench) as response:
+        await bench.server.came("/generate", 2)
+        await bench.proxy.close()
+        status, body, _ = await request
+        assert (status, b"the sidecar ends" in body) == (502, True)
+        with pytest.raises(aiohttp.ClientError):
+            await response.read()

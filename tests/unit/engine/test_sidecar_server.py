@@ -124,7 +124,8 @@ def test_sglang_gets_its_settings_and_a_guard(device: str, cpu: bool) -> None:
     engine = EngineConfig(device=device, args=("--tp-size", "2"))
     launch = sglang_launch(RunConfig(engine=engine), Path("/models/m"), "nonce")
     assert launch.command[:4] == (sys.executable, "-I", "-S", str(GUARD))
-    assert launch.command[4:7] == (sys.executable, "-m", "sglang.launch_server")
+    program = (str(GUARD.with_name("sglang_cpu.py")),) if cpu else ("-m", "sglang.launch_server")
+    assert launch.command[4 : 5 + len(program)] == (sys.executable, *program)
     assert launch.command[-2:] == ("--tp-size", "2")
     expected = {
         "--host": "127.0.0.1",
