@@ -47,6 +47,10 @@ class EngineClient(Protocol):
         """POST /update_weights_from_distributed with load_format=flattened_bucket and flush_cache=false."""
         ...
 
+    async def take(self, parts: Sequence[str], version: str, timeout: float) -> None:
+        """POST /update_weights_from_tensor with load_format=flattened_bucket and flush_cache=false."""
+        ...
+
     async def checksums(self, timeout: float) -> list[dict[str, str]] | None:
         """POST /weights_checker: tensor name -> checksum, one mapping a rank; None if the engine can't tell."""
         ...

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from actors.engine import server
+from actors.engine import colocated, server
 from actors.engine.client import CallError, HttpEngineClient
 from actors.engine.core import EngineCore
 from actors.engine.proxy import Grant, Proxy, Refused
@@ -286,12 +286,16 @@ class EngineShell:
             async with asyncio.timeout(self._left(command.deadline_at)):
                 self._paused, self._label = True, None
                 await self._client.pause(CALL_S)
-                phase = "join"
-                await self._join(command)
-                phase = "receive"
-                for bucket in command.buckets:
-                    timeout = self._left(command.deadline_at)
-                    await self._client.receive(bucket.tensors, command.group, str(command.version), timeout)
+                if self._config.refit.transport == "ipc":
+                    phase = "receive"
+                    await self._take(command)
+                else:
+                    phase = "join"
+                    await self._join(command)
+                    phase = "receive"
+                    for bucket in command.buckets:
+                        timeout = self._left(command.deadline_at)
+                        await self._client.receive(bucket.tensors, command.group, str(command.version), timeout)
                 phase = "flush"
                 if not await self._client.flush(FLUSH_S):
                     return LoadFailed(command.epoch, phase, "Busy", "requests are held: the cache can't be flushed")
@@ -299,10 +303,14 @@ class EngineShell:
                 found = await self._digest(self._left(command.deadline_at))
         except TimeoutError:
             return LoadFailed(command.epoch, phase, "Deadline", "the deadline of the refit passed")
-        except CallError as error:
+        except (CallError, colocated.TransferBroke) as error:
             return LoadFailed(command.epoch, phase, type(error).__name__, str(error))
         self._label = str(command.version)
         return Loaded(command.epoch, found, time.monotonic() - started)
+
+    async def _take(self, command: Receive) -> None:
+        context, left = self._context, self._left(command.deadline_at)
+        await colocated.take(command, context.actor, context.boot, self._client, left)
 
     async def _join(self, command: Receive) -> None:
         if command.leave is not None:

@@ -148,6 +148,17 @@ class HttpEngineClient:
         }
         await self._update("/update_weights_from_distributed", body, timeout)
 
+    async def take(self, parts: Sequence[str], version: str, timeout: float) -> None:
+        """POST /update_weights_from_tensor: load one bucket of shared memory. `parts`: its place, for each rank."""
+        body = {
+            "serialized_named_tensors": parts,
+            "load_format": "flattened_bucket",
+            "flush_cache": False,
+            "abort_all_requests": False,
+            "weight_version": version,
+        }
+        await self._update("/update_weights_from_tensor", body, timeout)
+
     async def checksums(self, timeout: float) -> list[dict[str, str]] | None:
         """None when the server has no such call."""
         body = msgspec.json.encode({"action": "checksum"})

@@ -99,7 +99,8 @@ def sglang_launch(config: RunConfig, model_dir: Path, label: str) -> Launch:
         *(("--attention-backend", "torch_native", "--sleep-on-idle") if engine.device == "cpu" else ()),
         *engine.args,
     )
-    env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    # by default the port of its gRPC server, which does not run, is `port` + 10000: too large for most free ports
+    env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "SGLANG_GRPC_PORT": str(free_port())}
     if engine.device == "cpu":
         env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""} | _threads(engine.threads)
     return Launch(command, env, port=port, label=label)

@@ -1,7 +1,7 @@
 """Runs the real SGLang server on a CPU: `python sglang_cpu.py FLAGS...`, in an environment that has sglang.
 
-It is run by path, in an interpreter that need not have Sluice. SGLang starts its workers by `spawn`, which executes this
-file again in each of them, so what is mended at the top is mended everywhere.
+It is run by path, in an interpreter that need not have Sluice. SGLang starts its workers by `spawn`, which executes
+this file again in each of them, so what is mended at the top is mended everywhere.
 """
 
 from __future__ import annotations

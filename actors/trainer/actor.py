@@ -55,13 +55,11 @@ class TrainerShell:
 
     async def start(self, context: Context) -> None:
         with uncollected():
-            from actors.refit.transports.gloo import GlooSender
+            from actors.refit.transports.choice import sender
 
         self._context = context
         self._checkpoints = Path(context.run_dir) / "checkpoints"
-        self._sender = GlooSender(
-            host=self._config.network.host, bucket_bytes=int(self._config.refit.bucket_mib * 2**20)
-        )
+        self._sender = sender(self._config)
 
     async def perform(self, command: Any) -> Any | None:
         match command:
@@ -165,7 +163,7 @@ class TrainerShell:
     # --- transfer ---
 
     async def _offer(self, command: Offer) -> Offered | TransferBroke:
-        from actors.refit.transports.gloo import TransferError
+        from actors.refit.transports import TransferError
 
         tensors = self._copies.get(command.version)
         if tensors is None:
@@ -187,7 +185,7 @@ class TrainerShell:
         )
 
     async def _send(self, command: Send) -> Sent | TransferBroke:
-        from actors.refit.transports.gloo import TransferError
+        from actors.refit.transports import TransferError
 
         started = command.started
         try:

@@ -1,14 +1,16 @@
 """What every engine behind Sluice does, whichever server it is: SGLang's native API as real servers behave.
 
-A module that runs it imports everything from here and provides two fixtures of module scope: `engine` (a `Client`) and
-`model_dir` (the served checkpoint: a small Llama in float32 with a context of 2048 and safetensors). No test needs a
-server of its own; each leaves the one it got idle and unpaused, and restores the weights it changed.
+A module that runs it imports everything from here and provides fixtures of module scope: `engine` (a `Client`),
+`model_dir` (the served checkpoint: a small Llama in float32 with a context of 2048 and safetensors) and `form` (what
+the server's /update_weights_from_tensor reads, see `actors.refit.transports.buffers`). No test needs a server of its
+own; each leaves the one it got idle and unpaused, and restores the weights it changed.
 """
 
 from __future__ import annotations
 
 import json
 import socket
+import time
 import urllib.error
 import urllib.request
 import uuid
@@ -25,11 +27,32 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
 from torch.distributed.rendezvous import rendezvous
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from actors.refit.transports.buffers import Form, HostBuffer
+from actors.refit.transports.tensors import spec_of
 
 DEADLINE = 60.0
 LONG = 1900  # tokens: a generation that outlasts what a test does to it
 PROMPT = [5, 17, 42, 99]
 GREEDY = {"temperature": 0, "max_new_tokens": 8, "ignore_eos": True}
+
+
+def checkpoint(path: Path) -> Path:
+    """The model of the suite, written to `path`."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        initializer_range=0.2,
+    )
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
 
 
 class Client:
@@ -457,6 +480,38 @@ def test_buckets_of_an_update_add_up(engine: Client, other: dict[str, torch.Tens
         several = engine.generate()["output_ids"]
         assert trainer.send(other, load_format="flattened_bucket")[0] == 200
         assert engine.generate()["output_ids"] == several
+
+
+def test_buckets_of_shared_memory_are_loaded_while_paused_and_can_be_filled_again(
+    engine: Client, weights: dict[str, torch.Tensor], form: Form
+) -> None:
+    want = engine.generate()["output_ids"]
+    source = torch.Generator().manual_seed(8)
+    changed = {n: t + 0.05 * torch.randn(t.shape, generator=source) if t.dim() == 2 else t for n, t in weights.items()}
+    size = 4 * max(5 * tensor.numel() for tensor in weights.values())
+    buffer = HostBuffer(size)
+    try:
+        for tensors, version in ((changed, "v3"), (weights, "default")):
+            assert engine.post("/flush_cache?timeout=10")[0] == 200
+            with paused(engine, "in_place"):
+                for start in range(0, len(tensors), 5):
+                    part = dict(list(tensors.items())[start : start + 5])
+                    buffer.fill(part.values(), time.monotonic() + DEADLINE)
+                    body = {
+                        "serialized_named_tensors": [buffer.part([spec_of(n, t) for n, t in part.items()], form)],
+                        "load_format": "flattened_bucket",
+                        "flush_cache": False,
+                        "weight_version": version,
+                    }
+                    status, found = engine.post("/update_weights_from_tensor", body)
+                    assert (status, found["success"]) == (200, True)
+                buffer.fill([torch.zeros(size // 4)], time.monotonic() + DEADLINE)
+                assert engine.post("/flush_cache?timeout=10")[0] == 200
+            found = engine.generate()
+            assert (found["output_ids"] == want) == (version == "default")
+            assert found["meta_info"]["weight_version"] == version
+    finally:
+        buffer.close()
 
 
 def test_an_unknown_name_is_ignored_with_success(engine: Client) -> None:

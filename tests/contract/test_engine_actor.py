@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -13,26 +12,11 @@ import aiohttp
 import pytest
 import torch
 from msgspec.structs import replace
-from torch.distributed import PrefixStore, TCPStore
 
-from actors.engine.torch_server.config import read_config
-from actors.engine.torch_server.weights import Weights
-from actors.refit.transports.gloo import GlooSender
+from actors.refit.transports import TransferError
 from config.schema import EngineConfig, GatewayConfig, ModelConfig, RefitConfig, RunConfig
-from contracts.events import (
-    EngineDead,
-    EngineDrained,
-    EngineFailed,
-    EngineLoaded,
-    EngineReady,
-    Member,
-    Rank,
-    RefitCommitted,
-    RefitFailed,
-    RefitRequested,
-    TransferOffered,
-    TransferStarted,
-)
+from contracts.events import EngineDead, EngineDrained, EngineFailed, EngineReady, Rank, RefitFailed
+from tests.contract.refits import Refits
 from tests.unit.engine.driver import Driver
 
 PARAMS: dict[str, Any] = {
@@ -48,7 +32,7 @@ def config(**refit: Any) -> RunConfig:
     return RunConfig(
         model=ModelConfig(params=PARAMS),
         engine=EngineConfig(max_total_tokens=4096, max_running=8, lease_s=2.0),
-        refit=RefitConfig(**({"deadline_s": 30.0, "drain_deadline_s": 10.0} | refit)),
+        refit=RefitConfig(**({"deadline_s": 30.0, "drain_deadline_s": 10.0, "bucket_mib": 4096 / 2**20} | refit)),
         gateway=GatewayConfig(request_deadline_s=30.0),
     )
 
@@ -57,104 +41,6 @@ def config(**refit: Any) -> RunConfig:
 def _cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_num_threads(1)
     monkeypatch.setenv("SLUICE_CACHE", str(tmp_path_factory.getbasetemp() / "sluice-cache"))
-
-
-class Refits:
-    """Coordinator and trainer in one: takes a driver through the barrier."""
-
-    def __init__(self, driver: Driver) -> None:
-        from actors import models
-
-        self.driver = driver
-        self.sender = GlooSender("127.0.0.1", 4096)
-        self._model_dir = models.resolve("random", models.cache_dir(), PARAMS)
-        self._deadline_s = driver.config.refit.deadline_s
-
-    def weights(self, seed: int) -> list[tuple[str, torch.Tensor]]:
-        weights = Weights(read_config(self._model_dir), torch.float32, torch.device("cpu"))
-        weights.randomise(seed)
-        return [(name, tensor.clone()) for name, tensor in weights.named.items()]
-
-    def request(self, epoch: int, drain: Any = "finish") -> None:
-        members = (Member("engine-0", self.driver.boot),)
-        deadline_at = time.time() + self._deadline_s
-        self.driver.publish(
-            RefitRequested(
-                epoch=epoch,
-                version=100 + epoch,
-                step=epoch,
-                engines=members,
-                gateways=(),
-                drain=drain,
-                deadline_at=deadline_at,
-            )
-        )
-
-    def offer(self, epoch: int, seed: int, spoil: bool = False) -> str:
-        """`spoil`: one tensor is longer than the model's."""
-        weights = self.weights(seed)
-        if spoil:
-            name, tensor = weights[-1]
-            weights[-1] = (name, torch.cat((tensor, tensor)))
-        offer = self.sender.offer(weights)
-        self._port = offer.port
-        self.driver.publish(
-            TransferOffered(
-                epoch=epoch,
-                version=100 + epoch,
-                trainer_boot=1,
-                address=offer.address,
-                port=offer.port,
-                buckets=offer.buckets,
-                bytes=offer.bytes,
-                digest=offer.digest,
-            )
-        )
-        return offer.digest
-
-    def start(self, epoch: int, group: str, fresh: bool) -> TransferStarted:
-        started = TransferStarted(
-            epoch=epoch,
-            version=100 + epoch,
-            group=group,
-            fresh=fresh,
-            members=(Rank("engine-0", self.driver.boot, 1, 1),),
-            world_size=2,
-        )
-        self.driver.publish(started)
-        return started
-
-    def commit(self, epoch: int) -> None:
-        self.driver.publish(
-            RefitCommitted(
-                epoch=epoch,
-                version=100 + epoch,
-                step=epoch,
-                engines=(Member("engine-0", self.driver.boot),),
-                world_size=2,
-                pause_s=0.0,
-                drain_s=0.0,
-                transfer_s=0.0,
-                bytes=0,
-            )
-        )
-
-    def awaits(self, group: str) -> bool:
-        """The engine has come to the meeting point of a new group."""
-        store = TCPStore("127.0.0.1", self._port, is_master=False, wait_for_workers=False)
-        return PrefixStore("cpu/", PrefixStore(f"{group}/", PrefixStore(group, store))).check(["0/1"])
-
-    async def load(self, epoch: int, seed: int, group: str, fresh: bool) -> None:
-        """From the request to the commit."""
-        self.request(epoch)
-        digest = self.offer(epoch, seed)
-        await self.driver.event(EngineDrained, epoch=epoch)
-        started = self.start(epoch, group, fresh)
-        await asyncio.to_thread(self.sender.send, started, 20.0)
-        loaded = await self.driver.event(EngineLoaded, epoch=epoch)
-        assert loaded.digest == digest
-        self.commit(epoch)
-        await self.driver.mode("serving")
 
 
 @pytest.fixture
@@ -264,3 +150,65 @@ async def test_a_server_that_can_not_start_says_why(tmp_path: Path) -> None:
         assert "the server exited with status 2" in dead.reason
         assert "unrecognized arguments: --no-such-flag" in dead.reason
         await driver.ended()
+
+
+async def test_weights_come_through_shared_memory_and_a_bad_bucket_costs_one_epoch(
+    tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    async with Driver(config(transport="ipc"), tmp_path) as driver:
+        await driver.event(EngineReady)
+        refits = Refits(driver)
+        await refits.load(1, seed=5, group="g1", fresh=True)
+        status, first, headers = await generate(http, driver.url, 1, "rid-001")
+        assert (status, headers["x-sluice-version"]) == (200, "101")
+
+        refits.request(2)
+        refits.offer(2, seed=6, spoil=True)
+        await driver.event(EngineDrained, epoch=2)
+        with pytest.raises(TransferError, match=r"engine-0 refused bucket .*shape"):
+            await asyncio.to_thread(refits.sender.send, refits.start(2, "g1", fresh=False), 20.0)
+        told = await driver.event(EngineFailed, epoch=2)
+        assert told.phase == "receive"
+        assert "shape" in told.reason
+
+        await refits.load(3, seed=7, group="g3", fresh=True)
+        _, second, _ = await generate(http, driver.url, 3, "rid-002")
+        assert second["meta_info"]["output_token_logprobs"] != first["meta_info"]["output_token_logprobs"]
+        refits.sender.close()
+
+
+async def test_a_trainer_that_is_not_there_or_goes_away_fails_the_engine_within_the_deadline(tmp_path: Path) -> None:
+    async with Driver(config(transport="ipc"), tmp_path) as driver:
+        await driver.event(EngineReady)
+        refits = Refits(driver)
+        refits.request(1)
+        refits.offer(1, seed=5)
+        await driver.event(EngineDrained, epoch=1)
+        refits.sender.close()
+        refits.start(1, "g1", fresh=True)
+        told = await driver.event(EngineFailed, epoch=1)
+        assert "refit.transport=ipc needs trainer and engines on one host" in told.reason
+
+        refits.request(2)
+        refits.offer(2, seed=5)
+        await driver.event(EngineDrained, epoch=2)
+        started = refits.start(2, "g2", fresh=True)
+        sending = asyncio.create_task(
+            asyncio.to_thread(refits.sender.send, replace(started, members=(*started.members, ABSENT)), 20.0)
+        )
+        await eventually(lambda: any(r.member is not None for r in _receivers(refits)))
+        refits.sender.abandon()
+        told = await driver.event(EngineFailed, epoch=2)
+        assert "went away before bucket 0" in told.reason
+        with pytest.raises(TransferError):
+            await sending
+        await refits.load(3, seed=5, group="g3", fresh=True)
+        refits.sender.close()
+
+
+ABSENT = Rank("engine-9", 1, 2, 1)
+
+
+def _receivers(refits: Refits) -> list[Any]:
+    attempt = refits.sender._attempt  # type: ignore[attr-defined]
+    return [] if attempt is None else list(attempt._receivers)

@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.contract.engine_conformance import *  # noqa: F403 - the suite
-from tests.contract.engine_conformance import GREEDY, LONG, PROMPT, Client, paused, rid, training
+from tests.contract.engine_conformance import GREEDY, LONG, PROMPT, Client, checkpoint, paused, rid, training
 
 START_DEADLINE = 60.0
 DEVICE = os.environ.get("SLUICE_ENGINE_DEVICE", "cpu")
@@ -25,20 +24,12 @@ DEVICE = os.environ.get("SLUICE_ENGINE_DEVICE", "cpu")
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=2048,
-        initializer_range=0.2,
-    )
-    path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return checkpoint(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def form() -> str:
+    return "shared"
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +61,16 @@ def test_a_token_outside_the_vocabulary_answers_400(engine: Client) -> None:
 def test_an_update_through_a_group_that_was_never_joined_answers_400(engine: Client) -> None:
     body = {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "never"}
     status, found = engine.post("/update_weights_from_distributed", body)
+    assert (status, found["success"]) == (400, False)
+    engine.generate()
+
+
+@pytest.mark.parametrize(
+    "part", ["gASVBQAAAAAAAAB9lC4=", '{"memory": {"type": "host", "name": "../etc/passwd"}, "tensors": []}']
+)
+def test_pickles_and_files_that_are_not_shared_memory_are_refused(engine: Client, part: str) -> None:
+    body = {"serialized_named_tensors": [part], "load_format": "flattened_bucket"}
+    status, found = engine.post("/update_weights_from_tensor", body)
     assert (status, found["success"]) == (400, False)
     engine.generate()
 

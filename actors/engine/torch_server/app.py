@@ -12,7 +12,7 @@ import msgspec
 import torch
 from aiohttp import web
 
-from actors.engine.torch_server import protocol
+from actors.engine.torch_server import protocol, shared
 from actors.engine.torch_server.gate import Gate, GateBusy
 from actors.engine.torch_server.generation import ABORTED, Generation
 from actors.engine.torch_server.groups import GroupError, GroupLost, Groups, Incoming
@@ -257,16 +257,27 @@ class Server:
     async def update_weights_from_distributed(self, request: web.Request) -> web.Response:
         body = protocol.decode(await request.read(), protocol.Update)
         incoming = _incoming(body)
-        # shielded: a caller that hangs up must not tear a collective that its peers are in
-        known = await asyncio.shield(asyncio.ensure_future(self._update(body, incoming)))
-        return _json(protocol.outcome(True, f"Updated {known} of {len(incoming)} parameters online."))
+        return await self._updated(body, len(incoming), lambda: self._receive(body, incoming))
 
-    async def _update(self, body: protocol.Update, incoming: list[Incoming]) -> int:
+    async def update_weights_from_tensor(self, request: web.Request) -> web.Response:
+        """Takes where shared memory lies (`contracts.handles.Shared`, JSON) in place of SGLang's pickle."""
+        body = protocol.decode(await request.read(), protocol.Take)
+        place = shared.parse(body.serialized_named_tensors)
+        return await self._updated(body, len(place.tensors), lambda: self._take(body, place))
+
+    async def _updated(
+        self, body: protocol.Update | protocol.Take, count: int, receive: Callable[[], int]
+    ) -> web.Response:
+        # shielded: a caller that hangs up must not tear a collective that its peers are in
+        known = await asyncio.shield(asyncio.ensure_future(self._update(body, receive)))
+        return _json(protocol.outcome(True, f"Updated {known} of {count} parameters online."))
+
+    async def _update(self, body: protocol.Update | protocol.Take, receive: Callable[[], int]) -> int:
         if body.abort_all_requests:
             await self._abort(None)
         async with self.gate.exclusive(self.groups.timeout.total_seconds()):
             try:
-                return await self._on_comm(lambda: self._receive(body, incoming))
+                return await self._on_comm(receive)
             except GroupLost as error:
                 self._fail(error)
                 raise
@@ -274,6 +285,14 @@ class Server:
     def _receive(self, body: protocol.Update, incoming: list[Incoming]) -> int:
         """On the groups' thread: at most one update's tensors are held besides the model's."""
         tensors = self.groups.receive(body.group_name, incoming, body.load_format == "flattened_bucket")
+        return self._apply(body, tensors)
+
+    def _take(self, body: protocol.Take, place: shared.Shared) -> int:
+        """On the groups' thread too. The memory is let go before the caller may fill it anew."""
+        with shared.opened(place, self.scheduler.model.weights.device) as tensors:
+            return self._apply(body, tensors)
+
+    def _apply(self, body: protocol.Update | protocol.Take, tensors: list[tuple[str, torch.Tensor]]) -> int:
         applied = self.scheduler.call(lambda: self.scheduler.apply(tensors, body.weight_version, body.flush_cache))
         return applied.result(self.groups.timeout.total_seconds())
 
@@ -312,7 +331,7 @@ class Server:
         posts = (
             self.generate, self.abort_request, self.pause_generation, self.continue_generation,
             self.init_weights_update_group, self.destroy_weights_update_group, self.update_weights_from_distributed,
-            self.update_weight_version, self.weights_checker,
+            self.update_weights_from_tensor, self.update_weight_version, self.weights_checker,
         )  # fmt: skip
         both = (self.get_weights_by_name, self.flush_cache)
         gets = (self.health, self.health_generate, self.model_info, self.server_info)

@@ -116,7 +116,7 @@ class Groups:
             kind = GroupLost if device.type == "cuda" else GroupError
             raise kind(f"receiving through group {name!r}: {error}") from error
         if bucket:
-            return _split(tensors[0], incoming)
+            return split(tensors[0], incoming)
         return [(item.name, tensor) for item, tensor in zip(incoming, tensors, strict=True)]
 
     def leave(self, name: str) -> None:
@@ -147,7 +147,8 @@ class Groups:
             work.wait()
 
 
-def _split(flat: torch.Tensor, incoming: Sequence[Incoming]) -> list[tuple[str, torch.Tensor]]:
+def split(flat: torch.Tensor, incoming: Sequence[Incoming]) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that lie one behind the other in `flat` (uint8), as views wherever alignment allows."""
     found, start = [], 0
     for item in incoming:
         part = flat[start : start + item.size]

@@ -48,6 +48,14 @@ class Update(msgspec.Struct):
     load_format: Literal["flattened_bucket"] | None = None
 
 
+class Take(msgspec.Struct):
+    serialized_named_tensors: list[str]
+    load_format: Literal["flattened_bucket"]
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    weight_version: str | None = None
+
+
 class Relabel(msgspec.Struct):
     new_version: str
     abort_all_requests: bool = True

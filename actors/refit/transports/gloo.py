@@ -21,12 +21,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import xxhash
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, TCPStore
 
 from actors.refit.transports import Offer, Sent, TransferError
 from actors.refit.transports.plan import plan
-from contracts.events import Bucket, TensorSpec, TransferStarted
+from actors.refit.transports.tensors import as_bytes, checksum, spec_of
+from contracts.events import Bucket, TransferStarted
 from contracts.weights import digest
 
 TIMEOUT_FLOOR_S = 0.1
@@ -257,21 +257,6 @@ class _Attempt:
             group.communicator.broadcast([flat], options).wait()
             sent += flat.numel()
         return Sent(time.monotonic() - begin, sent)
-
-
-def spec_of(name: str, tensor: torch.Tensor) -> TensorSpec:
-    """Name, dtype (`float32`, ...) and shape of a tensor."""
-    return TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The contiguous bytes of a tensor in host memory, as a uint8 vector; shares memory where it can."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-
-
-def checksum(tensor: torch.Tensor) -> str:
-    """Hexadecimal xxh3_128 of the tensor's contiguous bytes; `contracts.weights.digest` combines these."""
-    return xxhash.xxh3_128(as_bytes(tensor).numpy().data).hexdigest()
 
 
 def _listen(host: str) -> TCPStore:

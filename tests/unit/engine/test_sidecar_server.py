@@ -139,6 +139,7 @@ def test_sglang_gets_its_settings_and_a_guard(device: str, cpu: bool) -> None:
     assert ("torch_native" in launch.command) == cpu
     assert ("SGLANG_USE_CPU_ENGINE" in launch.env) == cpu
     assert launch.label == "nonce"
+    assert int(launch.env["SGLANG_GRPC_PORT"]) not in (launch.port, launch.port + 10000)
 
 
 # --- start -----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ import torch
 import xxhash
 
 from actors.refit.transports import Offer, Sent, TransferError, gloo
-from actors.refit.transports.gloo import GlooSender, checksum
+from actors.refit.transports.gloo import GlooSender
+from actors.refit.transports.tensors import checksum
 from contracts.events import Rank, TransferStarted
 from contracts.weights import digest
 

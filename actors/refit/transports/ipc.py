@@ -1,0 +1,294 @@
+"""Hands weights to engines on the same host through shared memory: nothing but their place travels.
+
+Sidecars come to a Unix socket that only this user can reach. Each bucket is copied into one of two buffers; a sidecar
+passes its place on to its server and says when it is loaded. While receivers load one buffer, the other is filled.
+Every wait ends at the deadline of the transfer; `abandon` ends it by shutting the connections down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from actors.refit.transports import Offer, Sent, TransferError
+from actors.refit.transports.buffers import Buffer, Form, buffer
+from actors.refit.transports.plan import plan
+from actors.refit.transports.tensors import checksum, spec_of
+from contracts.events import Bucket, Rank, TransferStarted
+from contracts.handles import LINE_LIMIT, Filled, Hello, Message, Refused, Taken, line, parse
+from contracts.weights import digest
+
+BUFFERS = 2
+SCHEME = "unix:"
+"""What an offered address begins with; the path of the socket follows."""
+HELLO_S = 5.0
+"""How long somebody who connects may take to say who it is."""
+
+
+class IpcSender:
+    """`actors.refit.transports.Sender` over shared memory. `form`: what the engines read."""
+
+    def __init__(self, bucket_bytes: int, form: Form) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._form: Form = form
+        self._lock = threading.Lock()
+        self._offered: _Offered | None = None
+        self._attempt: _Attempt | None = None
+        self._buffers: list[Buffer] = []
+
+    def offer(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Offer:
+        """See `Sender.offer`."""
+        self.abandon()
+        held = {name: tensor.detach() for name, tensor in tensors}
+        try:
+            buckets = plan([spec_of(name, tensor) for name, tensor in held.items()], self._bucket_bytes)
+            meeting = _Meeting()
+        except (OSError, ValueError) as error:
+            raise TransferError("offer", f"can't offer weights on this host: {error}") from error
+        whole = digest({name: checksum(tensor) for name, tensor in held.items()})
+        with self._lock:
+            before, self._offered = self._offered, _Offered(held, buckets, meeting)
+        if before is not None:
+            before.meeting.close()
+        return Offer(f"{SCHEME}{meeting.path}", 0, buckets, sum(b.size for b in buckets), whole)
+
+    def send(self, started: TransferStarted, timeout: float) -> Sent:
+        """See `Sender.send`. There is no group: receivers come anew for each transfer."""
+        with self._lock:
+            offered, self._offered = self._offered, None
+            if offered is None:
+                raise TransferError("join", f"nothing is offered for epoch {started.epoch}")
+            attempt = self._attempt = _Attempt(started, offered, self._form, time.monotonic() + timeout)
+        try:
+            return attempt.run(self._room(offered))
+        except TransferError as error:
+            raise attempt.abandoned or error from error.__cause__
+        finally:
+            attempt.close()
+            with self._lock:
+                self._attempt = None
+
+    def abandon(self, epoch: int | None = None) -> None:
+        """See `Sender.abandon`."""
+        with self._lock:
+            attempt = self._attempt
+        if attempt is not None and (epoch is None or attempt.started.epoch <= epoch):
+            attempt.abandon()
+
+    def close(self) -> None:
+        """See `Sender.close`."""
+        self.abandon()
+        with self._lock:
+            offered, self._offered = self._offered, None
+        if offered is not None:
+            offered.meeting.close()
+        for one in self._buffers:
+            one.close()
+        self._buffers = []
+
+    def _room(self, offered: _Offered) -> Sequence[Buffer]:
+        """Two buffers that hold any bucket of the offer, kept for the next one. Raises `TransferError`."""
+        size = max(bucket.size for bucket in offered.buckets)
+        if not self._buffers or self._buffers[0].size < size:
+            for one in self._buffers:
+                one.close()
+            self._buffers = []
+            device = next(iter(offered.tensors.values())).device
+            try:
+                for _ in range(BUFFERS):
+                    self._buffers.append(buffer(size, device))
+            except (OSError, RuntimeError) as error:
+                raise TransferError(
+                    "send", f"no room for {BUFFERS} buckets of {size} bytes ({error}): lower refit.bucket_mib"
+                ) from error
+        return self._buffers
+
+
+class _Meeting:
+    """A socket in a directory that nobody else may enter."""
+
+    def __init__(self) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="sluice-ipc-"))
+        self.path = self._directory / "offer"
+        self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self.listener.bind(str(self.path))
+            self.listener.listen(1024)
+        except OSError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Nobody can come any more."""
+        with contextlib.suppress(OSError):
+            self.listener.shutdown(socket.SHUT_RDWR)  # wakes an accept under way
+        self.listener.close()
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class _Offered:
+    """Tensors by name, how they are bucketed, and where receivers come."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor], buckets: tuple[Bucket, ...], meeting: _Meeting) -> None:
+        self.tensors = tensors
+        self.buckets = buckets
+        self.meeting = meeting
+
+
+class _Receiver:
+    """The connection of one sidecar."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._data = bytearray()
+        self.member: Rank | None = None
+
+    @property
+    def name(self) -> str:
+        return self.member.engine if self.member is not None else "a receiver"
+
+    def send(self, message: Message, deadline: float) -> None:
+        self._connection.settimeout(_left(deadline))
+        self._connection.sendall(line(message))
+
+    def next(self, deadline: float) -> Message:
+        """The next message. Raises `OSError` (`TimeoutError` at the deadline) or `ValueError`."""
+        while (end := self._data.find(b"\n")) < 0:
+            if len(self._data) > LINE_LIMIT:
+                raise ValueError(f"a message is longer than {LINE_LIMIT} bytes")
+            self._connection.settimeout(_left(deadline))
+            piece = self._connection.recv(65536)
+            if not piece:
+                raise ConnectionError("it went away")
+            self._data += piece
+        data = bytes(self._data[:end])
+        del self._data[: end + 1]
+        return parse(data)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        self._connection.close()
+
+
+class _Attempt:
+    """One transfer, in the thread that asked for it."""
+
+    def __init__(self, started: TransferStarted, offered: _Offered, form: Form, deadline: float) -> None:
+        self.started = started
+        self.abandoned: TransferError | None = None
+        self._offered = offered
+        self._form: Form = form
+        self._deadline = deadline
+        self._receivers: list[_Receiver] = []
+        self._lock = threading.Lock()
+        self._phase = "join"
+
+    def run(self, buffers: Sequence[Buffer]) -> Sent:
+        """Wait for all receivers, then hand out bucket after bucket. Raises `TransferError`."""
+        try:
+            self._join()
+            self._phase = "send"
+            begin = time.monotonic()
+            self._send(buffers)
+        except TimeoutError as error:
+            raise TransferError(self._phase, f"not done at the deadline: {error}{self._absent()}") from error
+        except (OSError, ValueError, RuntimeError) as error:
+            raise TransferError(self._phase, f"{str(error) or type(error).__name__}{self._absent()}") from error
+        return Sent(time.monotonic() - begin, sum(bucket.size for bucket in self._offered.buckets))
+
+    def abandon(self) -> None:
+        """End it from another thread."""
+        with self._lock:
+            self.abandoned = TransferError(self._phase, f"epoch {self.started.epoch} was abandoned")
+            for receiver in self._receivers:
+                receiver.close()
+        self._offered.meeting.close()
+
+    def close(self) -> None:
+        """Let everybody go."""
+        self._offered.meeting.close()
+        with self._lock:
+            for receiver in self._receivers:
+                receiver.close()
+
+    def _join(self) -> None:
+        members = {(m.engine, m.boot): m for m in self.started.members}
+        while members:
+            listener = self._offered.meeting.listener
+            listener.settimeout(_left(self._deadline))
+            receiver = _Receiver(listener.accept()[0])
+            try:
+                hello = receiver.next(min(self._deadline, time.monotonic() + HELLO_S))
+            except (OSError, ValueError):
+                hello = None
+            found = None
+            if isinstance(hello, Hello) and hello.epoch == self.started.epoch:
+                found = members.pop((hello.engine, hello.boot), None)
+            if found is None:
+                receiver.close()
+                continue
+            receiver.member = found
+            with self._lock:
+                self._receivers.append(receiver)
+                if self.abandoned is not None:
+                    raise self.abandoned
+
+    def _absent(self) -> str:
+        if self._phase != "join":
+            return ""
+        there = [receiver.name for receiver in self._receivers]
+        absent = [m.engine for m in self.started.members if m.engine not in there]
+        return f"; never came: {', '.join(absent)}" if absent else ""
+
+    def _send(self, buffers: Sequence[Buffer]) -> None:
+        buckets = self._offered.buckets
+        for index, bucket in enumerate(buckets):
+            if index >= len(buffers):
+                self._await(index - len(buffers))
+            room = buffers[index % len(buffers)]
+            room.fill((self._offered.tensors[spec.name] for spec in bucket.tensors), self._deadline)
+            for receiver in self._receivers:
+                assert receiver.member is not None
+                parts = tuple(room.part(bucket.tensors, self._form) for _ in range(receiver.member.ranks))
+                with _named(receiver, index):
+                    receiver.send(Filled(index, parts), self._deadline)
+        for index in range(max(0, len(buckets) - len(buffers)), len(buckets)):
+            self._await(index)
+
+    def _await(self, index: int) -> None:
+        """Until every receiver has loaded bucket `index`."""
+        for receiver in self._receivers:
+            with _named(receiver, index):
+                answer = receiver.next(self._deadline)
+            if isinstance(answer, Refused):
+                raise TransferError(self._phase, f"{receiver.name} refused bucket {index}: {answer.reason}")
+            if answer != Taken(index):
+                raise TransferError(self._phase, f"{receiver.name} answered {answer} to bucket {index}")
+
+
+@contextlib.contextmanager
+def _named(receiver: _Receiver, index: int) -> Iterator[None]:
+    """Say of whom, and of which bucket, an error is."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise TimeoutError(f"{receiver.name} did not load bucket {index} in time") from error
+    except (OSError, ValueError) as error:
+        raise TransferError("send", f"{receiver.name}, bucket {index}: {error}") from error
+
+
+def _left(deadline: float) -> float:
+    """Seconds until `deadline`. Raises `TimeoutError` when none are left: a socket would take 0 for not waiting."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("the deadline has passed")
+    return left
