@@ -24,7 +24,8 @@ class EngineClient(Protocol):
         ...
 
     async def abort(self, rid: str, timeout: float) -> None:
-        """POST /abort_request. Matching is by prefix: ids are of one length and never reused."""
+        """POST /abort_request. Ends `rid`, if it runs, and then every other id that begins with it: ids are of one
+        length and never reused."""
         ...
 
     async def flush(self, timeout: float) -> bool:

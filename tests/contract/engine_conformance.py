@@ -135,7 +135,7 @@ class Trainer:
         self.engine, self.group = engine, group
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+            self.port = port = probe.getsockname()[1]
         joined = engine.later(
             "/init_weights_update_group",
             {
@@ -334,18 +334,26 @@ def test_an_unknown_sampling_parameter_is_refused(engine: Client) -> None:
 # --- aborts ---
 
 
-def test_an_abort_matches_by_prefix_and_keeps_the_partial_output(engine: Client) -> None:
+def test_an_abort_ends_the_id_and_those_that_begin_with_it_and_keeps_the_partial_output(engine: Client) -> None:
     base = rid()
-    hit, spared = engine.running(f"{base}-a-1"), engine.running(f"{base}-b-1")
-    status, body = engine.post("/abort_request", {"rid": f"{base}-a"})
+    hit, longer, spared = (engine.running(f"{base}-{tail}") for tail in ("a-1", "a-12", "b-1"))
+    status, body = engine.post("/abort_request", {"rid": f"{base}-a-1"})
     assert (status, body) in ((200, ""), (200, None))
-    ended = hit.end()
-    assert ended["meta_info"]["finish_reason"]["type"] == "abort"
-    assert 0 < len(ended["output_ids"]) < LONG
-    assert len(ended["meta_info"]["output_token_logprobs"]) == len(ended["output_ids"])
+    for one in (hit, longer):
+        ended = one.end()
+        assert ended["meta_info"]["finish_reason"]["type"] == "abort"
+        assert 0 < len(ended["output_ids"]) < LONG
+        assert len(ended["meta_info"]["output_token_logprobs"]) == len(ended["output_ids"])
     assert not spared.ended
     engine.post("/abort_request", {"rid": f"{base}-b-1"})
     assert spared.end()["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+def test_an_abort_of_what_is_no_id_does_nothing_even_if_ids_begin_with_it(engine: Client) -> None:
+    own = rid()
+    running = engine.running(own, max_new_tokens=200)
+    assert engine.post("/abort_request", {"rid": own[:-1]})[0] == 200
+    assert running.end()["meta_info"]["finish_reason"]["type"] == "length"
 
 
 def test_an_abort_of_an_unknown_id_is_no_error(engine: Client) -> None:
@@ -533,7 +541,7 @@ def test_a_wrong_shape_answers_400_and_the_engine_goes_on(engine: Client, other:
 
 def test_a_second_group_of_the_same_name_is_refused(engine: Client) -> None:
     with training(engine) as trainer:
-        body = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
+        body = {"master_address": "127.0.0.1", "master_port": trainer.port, "rank_offset": 1, "world_size": 2}
         status, found = engine.post(
             "/init_weights_update_group", body | {"group_name": trainer.group, "backend": "gloo"}
         )

@@ -146,8 +146,10 @@ class Server:
     async def abort_request(self, request: web.Request) -> web.Response:
         body = protocol.decode(await request.read(), protocol.Abort)
         if not body.rid and not body.abort_all:
-            raise BadRequest("rid is empty: give a request id, its beginning, or abort_all=true")
-        await self._abort(None if body.abort_all else body.rid)
+            raise BadRequest("rid is empty: give a request id, or abort_all=true")
+        # as SGLang: what is no id takes no effect, what is one also ends the ids that begin with it
+        if body.abort_all or body.rid in self.live:
+            await self._abort(None if body.abort_all else body.rid)
         return web.Response()
 
     async def _abort(self, prefix: str | None) -> None:

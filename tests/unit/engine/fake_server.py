@@ -111,7 +111,7 @@ class FakeServer:
         return response
 
     async def _abort(self, body: Any) -> web.Response:
-        if not self.deaf_to_aborts:
+        if not self.deaf_to_aborts and (body.get("abort_all") or body["rid"] in self.running):
             for rid in [r for r in self.running if body.get("abort_all") or r.startswith(body["rid"])]:
                 self.running.pop(rid).set_result("abort")
         return web.Response()
