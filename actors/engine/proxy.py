@@ -273,17 +273,18 @@ class Proxy:
             return _refusal(400, "bad_request", str(error))
         if not prefix:
             return _refusal(400, "bad_request", "rid is empty")
+        if self._client is None:
+            return web.Response()
         hit = [rid for rids in self._running.values() for rid in rids if rid.startswith(prefix)]
         try:
-            await asyncio.gather(*(self._abort_one(rid) for rid in hit))
+            if hit and len(hit) == self.running:
+                await self._client.abort_all(ABORT_DEADLINE_S)
+            else:
+                # the server knows whole ids only: of a prefix that is no id itself it takes no notice
+                await asyncio.gather(*(self._client.abort(rid, ABORT_DEADLINE_S) for rid in hit))
         except CallError as error:
             return _refusal(502, "engine_error", str(error))
         return web.Response()
-
-    async def _abort_one(self, rid: str) -> None:
-        """The server knows whole ids only: of a prefix that is no id itself it takes no notice."""
-        assert self._client is not None
-        await self._client.abort(rid, ABORT_DEADLINE_S)
 
     async def _health(self, request: web.Request) -> web.Response:
         status = self._status()
