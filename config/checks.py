@@ -51,6 +51,11 @@ def across_fields(config: RunConfig) -> list[str]:
             "draining is a part of the refit",
         ),
         (
+            refit.transport != "nccl" or "cpu" not in (trainer.device, engine.device),
+            f"refit.transport=nccl is for GPUs, but trainer.device={trainer.device} and engine.device={engine.device}: "
+            "use gloo, or ipc on one host",
+        ),
+        (
             rollout.score_deadline_s <= rollout.deadline_s,
             f"rollout.score_deadline_s={rollout.score_deadline_s:g} must not exceed "
             f"rollout.deadline_s={rollout.deadline_s:g}: scoring is a part of the rollout",

@@ -168,9 +168,9 @@ class RefitConfig(Section, frozen=True, kw_only=True):
     drain_deadline_s: Seconds = 30.0
     """Part of `deadline_s` after which engines that have not drained are quarantined."""
     bucket_mib: Annotated[float, msgspec.Meta(gt=0)] = 256.0
-    transport: Literal["gloo", "ipc"] = "gloo"
-    """How weights travel: `gloo` over TCP; `ipc` through memory shared by trainer and engines, which are on one host
-    (CUDA IPC on a GPU)."""
+    transport: Literal["gloo", "nccl", "ipc"] = "gloo"
+    """How weights travel: `gloo` over TCP; `nccl` from GPU to GPU; `ipc` through memory shared by trainer and engines,
+    which are on one host (CUDA IPC on a GPU)."""
     verify: Literal["digest", "none"] = "digest"
     retry_backoff_s: Seconds = 0.5
     """Pause before the epoch that follows a failed one; doubled at each failure in a row, up to 30 s."""

@@ -55,11 +55,16 @@ class TrainerShell:
 
     async def start(self, context: Context) -> None:
         with uncollected():
-            from actors.refit.transports.choice import sender
+            from actors.refit.transports import choice
 
         self._context = context
         self._checkpoints = Path(context.run_dir) / "checkpoints"
-        self._sender = sender(self._config)
+        try:
+            self._sender = choice.sender(self._config)
+        except RuntimeError as error:
+            raise Fatal(str(error)) from error
+        transport = self._config.refit.transport
+        context.log.info("transport", transport=transport, settings=choice.settings(self._config))
 
     async def perform(self, command: Any) -> Any | None:
         match command:

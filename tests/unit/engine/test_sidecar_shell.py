@@ -475,9 +475,7 @@ async def test_settings_that_can_not_work_are_fatal(tmp_path: Path) -> None:
         await shell.perform(Exit("too many", fatal=True))
 
 
-@pytest.mark.parametrize(
-    ("kind", "module"), [("torch", "actors.engine.torch_server"), ("sglang", "sglang.launch_server")]
-)
+@pytest.mark.parametrize(("kind", "module"), [("torch", "actors.engine.torch_server"), ("sglang", "sglang_cpu.py")])
 async def test_a_server_is_launched_for_the_model_with_a_log_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, module: str
 ) -> None:
@@ -494,7 +492,7 @@ async def test_a_server_is_launched_for_the_model_with_a_log_of_its_own(
     async with Driver(settings, tmp_path / "run") as driver:
         await driver.event(EngineDead, reason="as far as this test goes")
     ((launch, log, deadline_s),) = launched
-    assert module in launch.command
+    assert any(part.endswith(module) for part in launch.command)
     assert str(tmp_path) in launch.command
     assert (log, deadline_s) == (tmp_path / "run" / "logs" / "engine-0.server.log", 5.0)
 

@@ -277,7 +277,7 @@ def test_a_new_offer_ends_a_transfer_that_still_runs(sender: GlooSender, backgro
 
 
 def test_shutting_connections_down_leaves_no_descriptor_behind(sender: GlooSender, tmp_path: Path) -> None:
-    group = gloo._Group("g", None, [b"no address"], gloo._Meeting("127.0.0.1"))
+    group = gloo.GlooCommunicator(None, [b"no address"])
     with (tmp_path / "not a socket").open("w"), socket.socketpair()[0]:
         before = os.listdir("/dev/fd")
         for _ in range(3):
