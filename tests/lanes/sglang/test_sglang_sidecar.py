@@ -1,0 +1,179 @@
+"""The engine actor on the real server: one boot goes through the barrier again and again, by gloo and by shared memory.
+
+The tests of a transport share one server, in order; each leaves it serving, and the last one kills it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+import pytest_asyncio
+import torch
+from msgspec.structs import replace
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from actors.refit.transports import TransferError
+from config.schema import EngineConfig, GatewayConfig, LaunchConfig, ModelConfig, RefitConfig, RunConfig
+from contracts.events import EngineDead, EngineDrained, EngineFailed, EngineReady, Rank
+from tests.contract.refits import Refits
+from tests.unit.engine.driver import Driver
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+PARAMS: dict[str, Any] = {
+    "vocabulary": {"texts": ["one two three four"]},
+    "layers": 2,
+    "width": 32,
+    "heads": 2,
+    "positions": 512,
+    "init_std": 0.2,
+    "tied": False,
+}
+PROMPT = [3, 4, 5]
+PATIENCE_S = 300.0
+
+
+class Bench:
+    """One boot and its refits. `epoch` is the last one."""
+
+    def __init__(self, driver: Driver, http: aiohttp.ClientSession) -> None:
+        self.driver = driver
+        self.http = http
+        self.refits = Refits(driver, digests=False)
+        self.epoch = 0
+
+    async def load(self, seed: int) -> None:
+        """One whole refit, in a fresh group."""
+        self.epoch += 1
+        await self.refits.load(self.epoch, seed, f"g{self.epoch}", fresh=True)
+
+    async def drained(self, seed: int, drain: str = "finish", spoil: bool = False) -> None:
+        """Up to the transfer."""
+        self.epoch += 1
+        self.refits.request(self.epoch, drain)
+        self.refits.offer(self.epoch, seed, spoil)
+        await self.driver.event(EngineDrained, epoch=self.epoch)
+
+    async def generate(self, rid: str, new: int = 8, temperature: float = 1.0) -> tuple[Any, str]:
+        """The answer and the version it is stamped with."""
+        body = {
+            "input_ids": PROMPT,
+            "rid": rid,
+            "sampling_params": {"temperature": temperature, "max_new_tokens": new, "ignore_eos": True},
+            "return_logprob": True,
+        }
+        headers = {"x-sluice-epoch": str(self.epoch), "x-sluice-rids": rid}
+        async with self.http.post(f"{self.driver.url}/generate", json=body, headers=headers) as response:
+            assert response.status == 200, await response.text()
+            return await response.json(), response.headers["x-sluice-version"]
+
+    async def begun(self, rid: str, new: int) -> asyncio.Task[tuple[Any, str]]:
+        """A generation that is known to run."""
+        task = asyncio.create_task(self.generate(rid, new))
+        async with asyncio.timeout(PATIENCE_S):
+            while self.driver.shell._proxy.running == 0:  # noqa: ASYNC110 - nothing tells us
+                await asyncio.sleep(0.01)
+        return task
+
+
+def config(python: str, transport: Any) -> RunConfig:
+    return RunConfig(
+        model=ModelConfig(params=PARAMS),
+        engine=EngineConfig(
+            kind="sglang", python=python, max_total_tokens=4096, max_running=8, lease_s=10.0, restart_backoff_s=0.1
+        ),
+        refit=RefitConfig(deadline_s=60.0, drain_deadline_s=20.0, bucket_mib=8192 / 2**20, transport=transport),
+        gateway=GatewayConfig(request_deadline_s=120.0),
+        launch=LaunchConfig(start_deadline_s=PATIENCE_S),
+    )
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["gloo", "ipc"])
+async def bench(
+    request: pytest.FixtureRequest, sglang_python: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Bench]:
+    torch.set_num_threads(1)
+    cache = pytest.MonkeyPatch()
+    cache.setenv("SLUICE_CACHE", str(tmp_path_factory.getbasetemp() / "sluice-cache"))
+    settings = config(sglang_python, request.param)
+    async with Driver(settings, tmp_path_factory.mktemp("run")) as driver, aiohttp.ClientSession() as http:
+        ready = await driver.until(
+            lambda: next(iter(driver.find(EngineReady)), None), "EngineReady", timeout=PATIENCE_S
+        )
+        assert (ready.ranks, ready.url) == (1, driver.url)
+        bench = Bench(driver, http)
+        yield bench
+        bench.refits.sender.close()
+    cache.undo()
+
+
+def reference(bench: Bench, seed: int, ids: list[int]) -> list[float]:
+    """Log-probabilities of `ids` behind the prompt, by transformers with the weights of `seed`."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(bench.refits._model_dir), dtype=torch.float32)
+    model.load_state_dict(dict(bench.refits.weights(seed)))
+    with torch.no_grad():
+        logits = model.eval()(torch.tensor([PROMPT + ids])).logits[0].log_softmax(-1)
+    return [float(logits[len(PROMPT) - 1 + i, token]) for i, token in enumerate(ids)]
+
+
+async def test_tokens_are_those_of_the_weights_that_were_sent(bench: Bench) -> None:
+    for seed in (5, 6):
+        await bench.load(seed)
+        answer, version = await bench.generate(f"rid-{bench.epoch:04}")
+        assert version == str(100 + bench.epoch)
+        assert answer["meta_info"]["weight_version"] == version
+        found = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+        assert found == pytest.approx(reference(bench, seed, answer["output_ids"]), abs=1e-4)
+
+
+async def test_a_drain_lets_what_runs_finish_under_its_old_version(bench: Bench) -> None:
+    before = str(100 + bench.epoch)
+    running = await bench.begun("fin-0001", new=300)
+    await bench.load(7)
+    answer, version = await running
+    assert version == before
+    assert answer["meta_info"]["finish_reason"]["type"] == "length"
+    assert len(answer["output_ids"]) == 300
+
+
+async def test_an_interrupt_keeps_the_tokens_made_so_far(bench: Bench) -> None:
+    """The gateway aborts through the proxy; the engine drains without waiting for the end."""
+    running = await bench.begun("int-0001", new=480)
+    await bench.http.post(f"{bench.driver.url}/abort_request", json={"rid": "int-0001"})
+    await bench.load(8)
+    answer, _ = await running
+    assert answer["meta_info"]["finish_reason"]["type"] in ("abort", "length")
+    assert len(answer["meta_info"]["output_token_logprobs"]) == len(answer["output_ids"])
+
+
+async def test_a_bad_transfer_costs_one_epoch_and_the_next_one_is_served(bench: Bench) -> None:
+    """Over gloo a tensor of another shape, which the server refuses; over shared memory a trainer that gives up."""
+    if bench.driver.config.refit.transport == "gloo":
+        await bench.drained(9, spoil=True)
+        started = bench.refits.start(bench.epoch, f"g{bench.epoch}", fresh=True)
+        await asyncio.to_thread(bench.refits.sender.send, started, 30.0)
+    else:
+        await bench.drained(9)
+        started = bench.refits.start(bench.epoch, f"g{bench.epoch}", fresh=True)
+        absent = replace(started, members=(*started.members, Rank("engine-9", 1, 2, 1)), world_size=3)
+        with pytest.raises(TransferError, match=r"never came: engine-9"):
+            await asyncio.to_thread(bench.refits.sender.send, absent, 2.0)
+    told = await bench.driver.event(EngineFailed, epoch=bench.epoch)
+    assert told.phase == "receive"
+    await bench.load(10)
+    answer, _ = await bench.generate("rid-again")
+    found = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
+    assert found == pytest.approx(reference(bench, 10, answer["output_ids"]), abs=1e-4)
+
+
+async def test_a_killed_server_is_told_and_the_process_ends(bench: Bench) -> None:
+    """Its successor starts a new server: that is a boot like the first."""
+    os.kill(bench.driver.shell._server.process.pid, 9)  # type: ignore[union-attr]
+    dead = await bench.driver.event(EngineDead, boot=1)
+    assert "signal SIGKILL" in dead.reason
+    assert "signal SIGKILL" in str(await bench.driver.ended())
