@@ -178,6 +178,18 @@ class RefitConfig(Section, frozen=True, kw_only=True):
     """Failed epochs in a row after which the run fails."""
 
 
+class FleetConfig(Section, frozen=True, kw_only=True):
+    """How the coordinator watches engines and gateways."""
+
+    probe_s: Seconds = 2.0
+    """Pause between two probes of a member."""
+    probe_deadline_s: Seconds = 5.0
+    misses: Positive = 3
+    """Probes in a row without an answer after which an engine is dead, and a gateway holds no refit up any more."""
+    restarts: NonNegative = 5
+    """Restarts of an engine that the coordinator orders, since the engine last served; then it is retired."""
+
+
 class GatewayConfig(Section, frozen=True, kw_only=True):
     count: Annotated[int, msgspec.Meta(ge=1, le=1)] = 1
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
@@ -253,6 +265,7 @@ class RunConfig(Section, frozen=True, kw_only=True):
     checkpoint: CheckpointConfig = CheckpointConfig()
     engine: EngineConfig = EngineConfig()
     refit: RefitConfig = RefitConfig()
+    fleet: FleetConfig = FleetConfig()
     gateway: GatewayConfig = GatewayConfig()
     network: NetworkConfig = NetworkConfig()
     broker: BrokerConfig = BrokerConfig()

@@ -478,7 +478,24 @@ class EngineDead(Record, frozen=True, kw_only=True, tag="engine.dead"):
     reason: str
 
 
-FleetEvent = ActorBooted | ActorLeft | EngineReady | GatewayReady | EngineDead
+Health = Literal["uncertain", "healthy", "suspect", "quarantined", "dead", "restarting", "retired"]
+
+
+class EngineHealth(Record, frozen=True, kw_only=True, tag="engine.health"):
+    """Coordinator -> all: what is known of an engine changed from `was` to `health`.
+
+    With `ordered`, whoever starts the engine's process ends that of `boot`, if it still runs, and starts another.
+    """
+
+    engine: str
+    boot: int
+    was: Health
+    health: Health
+    reason: str
+    ordered: bool = False
+
+
+FleetEvent = ActorBooted | ActorLeft | EngineReady | GatewayReady | EngineDead | EngineHealth
 
 # --- control ---------------------------------------------------------------------------------------------------------
 
@@ -528,6 +545,15 @@ class DataLost(Record, frozen=True, kw_only=True, tag="bus.data_lost"):
     reason: str
 
 
+class FleetScaled(Record, frozen=True, kw_only=True, tag="fleet.scaled"):
+    """Command line -> coordinator, engines and driver: from now on the run has engines 0 to `engines` - 1.
+
+    New ones are started by whoever starts processes; the others serve until a commit without them, then leave.
+    """
+
+    engines: int
+
+
 class WaitStarted(Record, frozen=True, kw_only=True, tag="wait.started"):
     """Any actor -> all: it can't go on until `on` acts. Every wait has a deadline (None: bounded by the run)."""
 
@@ -545,7 +571,17 @@ class WaitEnded(Record, frozen=True, kw_only=True, tag="wait.ended"):
     seconds: float
 
 
-ControlEvent = RunStarted | RunStopping | RunFinished | DataExhausted | ActorFailed | DataLost | WaitStarted | WaitEnded
+ControlEvent = (
+    RunStarted
+    | RunStopping
+    | RunFinished
+    | DataExhausted
+    | ActorFailed
+    | DataLost
+    | FleetScaled
+    | WaitStarted
+    | WaitEnded
+)
 
 Event = (
     TasksEvent | TrajectoriesEvent | BatchesEvent | LedgerEvent | PolicyEvent | RefitEvent | FleetEvent | ControlEvent

@@ -222,6 +222,42 @@ def simulate(
 
 
 @main.command()
+@click.argument("words", nargs=-1, required=True, metavar="[RUN] engines=N")
+def scale(words: tuple[str, ...]) -> None:
+    """Give a live run another number of engines; each joins or leaves with a refit."""
+    from pipeline import scaling
+    from pipeline.rundir import RunDir
+
+    *run, word = words
+    if len(run) > 1:
+        raise PipelineError(f"one run and engines=N, not {' '.join(words)!r}", Exit.USAGE)
+    engines = scaling.parse(word)
+    click.echo(scaling.scale(RunDir.find(run[0] if run else None), engines))
+
+
+@main.group()
+def chaos() -> None:
+    """Break a live run on purpose, to see that it holds."""
+
+
+@chaos.command()
+@click.argument("words", nargs=-1, required=True, metavar="[RUN] ACTOR")
+@click.option(
+    "--signal", "name", default="KILL", show_default=True, type=click.Choice(["KILL", "STOP", "CONT", "TERM"])
+)
+def kill(words: tuple[str, ...], name: str) -> None:
+    """Send a signal to the process of one actor, on the host where it runs."""
+    from pipeline.inject import inject
+    from pipeline.rundir import RunDir
+
+    *run, actor = words
+    if len(run) > 1:
+        raise PipelineError(f"one run and one actor, not {' '.join(words)!r}", Exit.USAGE)
+    process = inject(RunDir.find(run[0] if run else None), actor, name)
+    click.echo(f"SIG{name} to {actor}, process {process.pid}")
+
+
+@main.command()
 @click.argument("run", required=False)
 def report(run: str | None) -> None:
     """Write a run's report.html from its archive."""

@@ -16,6 +16,7 @@ from config.schema import RunConfig
 from pipeline import host, logs, reaper
 from pipeline.errors import Exit, PipelineError
 from pipeline.host import Host, Left
+from pipeline.inject import Process
 from pipeline.reaper import Reaper
 
 STORE_BYTES = 80 << 20
@@ -41,6 +42,7 @@ class Cluster:
         self._reaper: Reaper | None = None
         self._exits: dict[str, asyncio.Task[Left]] = {}
         self._handles: dict[str, Any] = {}
+        self._launched = 0
 
     def start(self) -> None:
         """Start Ray here, or join the cluster at launch.ray_address. Raises `PipelineError`."""
@@ -79,9 +81,25 @@ class Cluster:
         driver = host.installation()
         for name in sorted(names, key=lambda name: registry.kind_of(name) not in HEAVY):
             env = actor_environment(self._config, name)
-            handle = remote.options(name=f"{run}/{name}").remote(name, url, run, str(self._run_dir), env)
+            if name in self._handles:  # it left, and comes again
+                ray.kill(self._handles.pop(name))
+            self._launched += 1
+            handle = remote.options(name=f"{run}/{name}/{self._launched}").remote(
+                name, url, run, str(self._run_dir), env
+            )
             self._handles[name] = handle
             self._exits[name] = asyncio.create_task(_wait(handle.run.remote(driver, same_root=self._local)))
+
+    def restart(self, name: str, process: Process | None) -> str:
+        """End the process of an actor, so that Ray starts another; answers what came of it."""
+        import ray
+
+        if process is not None and process.here and process.kill():
+            return "killed"
+        if name not in self._handles:
+            return "not started by this driver"
+        ray.kill(self._handles[name], no_restart=False)
+        return "killed by Ray"
 
     def left(self) -> dict[str, Left]:
         """Actors that have left for good, and why."""

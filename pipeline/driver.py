@@ -8,16 +8,27 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
+
 from actors import registry
 from actors.recorder.metrics import Row
 from actors.recorder.ordering import START, advance, settled
 from config.schema import RunConfig
 from contracts.core import Clock
 from contracts.envelope import STREAM_OF, STREAMS, Envelope, decode, encode
-from contracts.events import ActorBooted, Event, RunFinished, RunStarted, RunStopping
+from contracts.events import (
+    ActorBooted,
+    EngineHealth,
+    Event,
+    FleetScaled,
+    RunFinished,
+    RunStarted,
+    RunStopping,
+)
 from pipeline.bus import Bus
 from pipeline.errors import Exit
 from pipeline.host import Left
+from pipeline.inject import Process
 from pipeline.verdict import Verdict, judge
 from pipeline.view import View
 
@@ -49,6 +60,8 @@ class Processes(Protocol):
 
     def left(self) -> dict[str, Left]: ...
 
+    def restart(self, name: str, process: Process | None) -> str: ...
+
     async def wait(self, names: Sequence[str], timeout: float) -> list[str]: ...
 
 
@@ -68,6 +81,8 @@ class Driver:
         self._reporter = reporter
         self._clock = clock
         self.view = view
+        self._processes_of: dict[str, tuple[int, Process]] = {}
+        self._url = ""
         self._started = clock.now()
         self._posted = 0
         self._start = ""
@@ -83,6 +98,7 @@ class Driver:
     async def run(self, url: str, digest: str, cursors: dict[str, str], *, resumed: bool) -> Verdict:
         """Start the actors and stay until they have left. `cursors`: how far `view` has read the log already."""
         self.view.begin()
+        self._url = url
         self._start = await self._post(RunStarted(config_digest=digest, resumed=resumed))
         self._processes.launch(self._names, url, self._run)
         following = asyncio.create_task(self._follow(cursors))
@@ -110,8 +126,35 @@ class Driver:
         self._begun = self._begun or envelope.id == self._start
         if row is not None:
             self._reporter.step(row, self.view, self._clock.now())
-        if isinstance(envelope.body, ActorBooted) and self._begun:
-            await self._booted(envelope.body)
+        if not self._begun:
+            return
+        match envelope.body:
+            case ActorBooted() as event:
+                process = Process(event.pid, event.host, envelope.wall_ns / 1e9)
+                self._processes_of[event.actor] = (event.boot, process)
+                await self._booted(event)
+            case EngineHealth(ordered=True) as event:
+                self._restart(event)
+            case FleetScaled(engines=engines):
+                self._scale(engines)
+
+    def _restart(self, event: EngineHealth) -> None:
+        """End the boot that the coordinator gave up, unless a later one runs already."""
+        boot, process = self._processes_of.get(event.engine, (event.boot, None))
+        if boot <= event.boot:
+            outcome = self._processes.restart(event.engine, process)
+            self._reporter.note("engine restart", engine=event.engine, boot=boot, outcome=outcome, why=event.reason)
+
+    def _scale(self, engines: int) -> None:
+        """Start the engines that are new; those that are too many leave by themselves."""
+        before = set(self._names)
+        engine = msgspec.structs.replace(self._config.engine, count=engines)
+        self._config = msgspec.structs.replace(self._config, engine=engine)
+        self._names = registry.names(self._config)
+        fresh = [name for name in self._names if name not in before]
+        self._reporter.note("scaled", engines=engines, started=fresh)
+        if fresh and self.view.stopping is None:
+            self._processes.launch(fresh, self._url, self._run)
 
     async def _booted(self, event: ActorBooted) -> None:
         if len(self.view.boots[event.actor]) > 1:
@@ -125,7 +168,7 @@ class Driver:
             self._reporter.update(self.view, now)
             if self._interrupted.is_set():
                 return Verdict(Exit.INTERRUPTED, "interrupted", "interrupted; the run can be resumed")
-            left = self._processes.left()
+            left = {name: how for name, how in self._processes.left().items() if name in self._names}
             verdict = judge(self._config, self.view, left, now, self._started) if self._begun else None
             if verdict is not None:
                 return verdict

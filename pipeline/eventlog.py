@@ -64,6 +64,41 @@ def lines(run: RunDir, chosen: Filter, *, follow: bool) -> Iterator[bytes]:
                 return
 
 
+def everything(run: RunDir, chosen: Filter) -> Iterator[Envelope[Event]]:
+    """The archived events, then those that the store of a live run holds beyond them; none of it is waited for."""
+    last: dict[str, str] = {}
+    for entry, envelope in archived(run):
+        last[entry.stream] = entry.entry
+        if chosen.accepts(envelope):
+            yield envelope
+    for entry in asyncio.run(_present(run, last)):
+        envelope = decode(entry.stream, entry.data)
+        if chosen.accepts(envelope):
+            yield envelope
+
+
+async def _present(run: RunDir, last: dict[str, str]) -> list[Entry]:
+    """What the store holds behind `last`; nothing when it is not to be reached."""
+    from pipeline.bus import Bus, BusError
+
+    info = run.info()
+    url = os.environ.get("REDIS_URL") or info.redis_url
+    if not url:
+        return []
+    try:
+        bus = await Bus.connect(url, info.run, actor="log", connect_s=CONNECT_S)
+    except BusError:
+        return []
+    try:
+        cursors, found = {stream: last.get(stream, START) for stream in STREAMS}, []
+        while page := settled(await bus.read_after(cursors, count=PAGE, block_ms=None), PAGE):
+            cursors = advance(cursors, page)
+            found += page
+        return found
+    finally:
+        await bus.close()
+
+
 def archived(run: RunDir) -> Iterator[tuple[Entry, Envelope[Event]]]:
     """Every archived event, in the order of commits. Raises `PipelineError` if the archive is damaged."""
     try:

@@ -69,6 +69,7 @@ class Host:
         from actors.startup import absent, uncollected
 
         with uncollected(), absent("rich"):
+            from actors.registry import UnknownActor
             from contracts.core import Fatal
             from pipeline.runtime import run_actor
 
@@ -76,7 +77,7 @@ class Host:
             return Left(
                 "done" if run_actor(self._name, self._url, self._run, Path(self._run_dir)) == "done" else "fenced"
             )
-        except Fatal as error:
+        except (Fatal, UnknownActor) as error:  # unknown: the run was scaled down meanwhile
             return Left("fatal", str(error))
         except Exception as error:
             print(f"{self._name} failed: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

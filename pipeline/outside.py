@@ -8,6 +8,7 @@ from pathlib import Path
 
 from actors.recorder.archive import has_writer
 from pipeline.host import Left
+from pipeline.inject import Process
 from pipeline.view import View
 
 RECORDER = "recorder"
@@ -30,6 +31,12 @@ class Outside:
 
     def launch(self, names: Sequence[str], url: str, run: str) -> None:
         """Nothing to launch."""
+
+    def restart(self, name: str, process: Process | None) -> str:
+        """End the process of an actor on this host; whoever started it starts another."""
+        if process is not None and process.here and process.kill():
+            return "killed"
+        return "it runs elsewhere: whoever started it has to restart it"
 
     def left(self) -> dict[str, Left]:
         """Whoever restarts the actors knows when one of them can't go on; the driver hears of it by events."""

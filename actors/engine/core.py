@@ -51,6 +51,7 @@ from contracts.events import (
     EngineQuarantined,
     EngineReady,
     Event,
+    FleetScaled,
     Member,
     RefitCommitted,
     RefitFailed,
@@ -81,6 +82,7 @@ class EngineCore:
 
     def __init__(self, actor: str, engine: EngineConfig, refit: RefitConfig) -> None:
         self._actor = actor
+        self._index = int(actor.rpartition("-")[2])
         self._restarts = engine.restarts
         self._backoff_s = engine.restart_backoff_s
         self._deadline_s = refit.deadline_s
@@ -98,8 +100,9 @@ class EngineCore:
         return None
 
     def done(self, state: EngineState) -> bool:
-        """An epoch that this engine takes part in is brought to its end first."""
-        return state.stopping and state.mode not in BARRIER
+        """An epoch that this engine takes part in is brought to its end first; one that is served, when scaled down."""
+        leaving = state.stopping or (state.retiring and state.mode not in SERVED)
+        return leaving and state.mode not in BARRIER
 
     # --- admission ---------------------------------------------------------------------------------------------------
 
@@ -151,6 +154,8 @@ class EngineCore:
                 return _retreat(state, event.epoch)
             case EngineQuarantined() if event.epoch >= state.epoch and self._me(state) == (event.engine, event.boot):
                 return _retreat(state, event.epoch)
+            case FleetScaled():
+                return replace(state, retiring=self._index >= event.engines), []
             case RunStarted():
                 return replace(state, stopping=False), []
             case RunStopping():

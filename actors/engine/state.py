@@ -178,6 +178,8 @@ class EngineState(msgspec.Struct, frozen=True):
     """Boots in a row, this one included, that have not served."""
     waiting: Waiting | None = None
     stopping: bool = False
+    retiring: bool = False
+    """The run was scaled down by this engine: it leaves once it serves no more."""
 
 
 class Lease(msgspec.Struct, frozen=True):

@@ -1,16 +1,19 @@
-"""Performs what the refit coordinator decides: its high-water mark on disk, and its log."""
+"""Performs what the refit coordinator decides: its high-water mark on disk, probes, and its log."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from actors.refit.core import RefitCore
-from actors.refit.state import FsyncHigh, HighWritten, Log
+from actors.refit.state import FsyncHigh, HighWritten, Log, Watch
 from config.schema import RunConfig
 from contracts.core import Context, Fatal
+
+if TYPE_CHECKING:
+    from actors.refit.probes import Prober
 
 HIGH = "epoch.high"
 """File of the run directory that holds the highest epoch ever used, as a decimal number."""
@@ -24,7 +27,9 @@ class RefitShell:
     """`contracts.core.Shell` of the coordinator."""
 
     def __init__(self, config: RunConfig, actor: str) -> None:
-        self.core = RefitCore(config.refit, config.engine, config.gateway, config.launch, actor)
+        self.core = RefitCore(config.refit, config.engine, config.gateway, config.launch, config.fleet, actor)
+        self._fleet = config.fleet
+        self._prober: Prober | None = None
 
     async def start(self, context: Context) -> None:
         """Raises `Fatal` when the store has forgotten an epoch that was used: its fencing tokens would repeat."""
@@ -43,6 +48,13 @@ class RefitShell:
             case FsyncHigh(epoch=epoch):
                 await asyncio.to_thread(write_high, self._high, epoch)
                 return HighWritten(epoch)
+            case Watch():
+                if self._prober is None:
+                    from actors.refit.probes import Prober  # aiohttp, which a start need not wait for
+
+                    self._prober = Prober(self._fleet, self._context.deliver)
+                self._prober.watch(command)
+                return None
             case Log(text=text, fields=fields, warning=warning):
                 say = self._context.log.warning if warning else self._context.log.info
                 say(text, **{name: round(x, 3) if isinstance(x, float) else x for name, x in fields.items()})
@@ -53,7 +65,9 @@ class RefitShell:
         raise KeyError(handle)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Probe no more."""
+        if self._prober is not None:
+            await self._prober.close()
 
 
 def read_high(path: Path) -> int:

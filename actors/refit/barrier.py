@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from actors.refit.fleet import Fleet
 from actors.refit.state import Barrier, Committed, Gate, Group, Offer, Seat, Turn, Wait
 from config.schema import RefitConfig
 from contracts.core import Emit, Raise
@@ -45,8 +46,9 @@ OWN_PHASES = ("flush", "verify")
 class Barriers:
     """The rules of an epoch. Every method works on a `Turn` whose state has a barrier, and may end that barrier."""
 
-    def __init__(self, refit: RefitConfig, actor: str) -> None:
+    def __init__(self, refit: RefitConfig, fleet: Fleet, actor: str) -> None:
         self._refit = refit
+        self._fleet = fleet
         self._actor = actor
 
     # --- the checks that safety rests on; the model test removes them one by one ------------------------------------
@@ -105,7 +107,13 @@ class Barriers:
     def _offered(self, turn: Turn, event: TransferOffered) -> None:
         if event.trainer_boot == turn.barrier.trainer_boot and turn.barrier.offer is None:
             turn.set_barrier(offer=Offer(event.version, event.bytes, event.digest))
-            turn.log("transfer offered", offered=event.version, bytes=event.bytes, buckets=len(event.buckets))
+            turn.log(
+                "transfer offered",
+                offered=event.version,
+                bytes=event.bytes,
+                buckets=len(event.buckets),
+                seconds=turn.now - turn.barrier.requested_at,
+            )
 
     def _drained(self, turn: Turn, event: EngineDrained) -> None:
         seat = self.seat(turn.barrier, event.engine, event.boot)
@@ -275,6 +283,7 @@ class Barriers:
         )
         for seat in barrier.seats:
             turn.set_engine(seat.engine, serving=True, strikes=0, eligible_at=0.0)
+            self._fleet.happen(turn, seat.engine, "committed", f"holds version {barrier.version}")
         turn.set(
             phase="idle",
             barrier=None,
@@ -300,9 +309,11 @@ class Barriers:
         """This engine leaves the epoch; the others go on."""
         barrier = turn.barrier
         turn.emit(EngineQuarantined(epoch=barrier.epoch, engine=seat.engine, boot=seat.boot, reason=reason))
-        turn.log("engine quarantined", warning=True, engine=seat.engine, error=error, reason=reason)
+        seconds = turn.now - barrier.requested_at
+        turn.log("engine quarantined", warning=True, engine=seat.engine, error=error, reason=reason, seconds=seconds)
         turn.set_barrier(seats=tuple(s for s in barrier.seats if s.engine != seat.engine))
         self.strike(turn, seat.engine, weight)
+        self._fleet.happen(turn, seat.engine, "expelled", reason)
 
     def _fault(self, turn: Turn, seat: Seat, phase: str, error: str, reason: str) -> None:
         """An engine broke the collective: no receiver can be trusted."""
@@ -321,7 +332,17 @@ class Barriers:
         """End the epoch without a commit; after too many in a row, end the run."""
         barrier, failures = turn.barrier, turn.state.failures + 1
         turn.emit(RefitFailed(epoch=barrier.epoch, version=barrier.version, phase=phase, reason=reason))
-        turn.log("refit failed", warning=True, phase=phase, error=error, reason=reason, failures=failures)
+        turn.log(
+            "refit failed",
+            warning=True,
+            transfer=self._refit.transport,
+            refit=barrier.epoch,
+            phase=phase,
+            error=error,
+            reason=reason,
+            failures=failures,
+            seconds=turn.now - barrier.requested_at,
+        )
         halted = failures >= self._refit.failures
         if halted:
             message = f"{failures} refits failed in a row (refit.failures), the last one in phase {phase}: {reason}"

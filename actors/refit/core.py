@@ -14,27 +14,34 @@ from typing import Any
 from msgspec.structs import replace
 
 from actors.refit.barrier import COLLECTIVE_STRIKES, Barriers
+from actors.refit.fleet import Fleet
 from actors.refit.state import (
     Barrier,
     Engine,
     FsyncHigh,
     Gate,
     Gateway,
+    Heard,
     HighWritten,
+    Local,
+    Missed,
     RefitState,
     Seat,
     Trainer,
     Turn,
     Wait,
+    Watch,
 )
-from config.schema import EngineConfig, GatewayConfig, LaunchConfig, RefitConfig
+from config.schema import EngineConfig, FleetConfig, GatewayConfig, LaunchConfig, RefitConfig
 from contracts.core import Booted, Delivered, Emit, Raise
 from contracts.events import (
     ActorBooted,
     ActorFailed,
     EngineDead,
+    EngineQuarantined,
     EngineReady,
     Event,
+    FleetScaled,
     GatewayReady,
     Member,
     PolicyReady,
@@ -44,6 +51,7 @@ from contracts.events import (
     StepFinished,
 )
 
+FLEET_DEFAULTS = FleetConfig()
 FLEET = "fleet:"
 """Key of the wait for members, before their names: it is announced anew, with its old deadline, as they change."""
 
@@ -52,7 +60,7 @@ class RefitCore:
     """The coordinator. `barriers` holds the rules of an epoch."""
 
     state_type = RefitState
-    local_type = HighWritten
+    local_type = Local
     work: tuple[str, ...] = ()
     watch = ("policy", "refit", "fleet", "control")
 
@@ -62,12 +70,14 @@ class RefitCore:
         engine: EngineConfig,
         gateway: GatewayConfig,
         launch: LaunchConfig,
+        fleet: FleetConfig = FLEET_DEFAULTS,
         actor: str = "refit",
     ) -> None:
-        self.barriers = Barriers(refit, actor)
+        self.fleet = Fleet(fleet, engine, launch.start_deadline_s, actor)
+        self.barriers = Barriers(refit, self.fleet, actor)
         self._refit = refit
         self._start_deadline_s = launch.start_deadline_s
-        self._engines = tuple(f"engine-{i}" for i in range(engine.count))
+        self._size = engine.count
         self._gateways = tuple(f"gateway-{i}" for i in range(gateway.count))
         self._actor = actor
 
@@ -84,7 +94,11 @@ class RefitCore:
         return state.stopping and state.phase == "idle"
 
     def wake(self, state: RefitState) -> float | None:
-        """The next deadline, or the end of a pause between epochs."""
+        """The next deadline, the end of a pause between epochs, or a restart that is due."""
+        times = (self._wake(state), self.fleet.wake(state))
+        return min((at for at in times if at is not None), default=None)
+
+    def _wake(self, state: RefitState) -> float | None:
         if state.barrier is not None:
             return self.barriers.wake(state.barrier)
         if state.phase == "opening" or state.stopping or state.halted:
@@ -103,11 +117,17 @@ class RefitCore:
                 self._booted(turn, boot)
             case HighWritten(epoch=epoch):
                 self._opened(turn, epoch)
+            case Missed():
+                self._missed(turn, input)
+            case Heard():
+                self._heard(turn, input)
             case Delivered(envelope=envelope):
                 self._event(turn, envelope.body, envelope.boot, envelope.run)
             case _:
                 pass
         self.barriers.advance(turn)
+        if not (turn.state.stopping or turn.state.halted):
+            self.fleet.advance(turn)
         if turn.state.phase == "idle":
             self._idle(turn)
         turn.announce(self._actor, *self._wait(turn.state, now))
@@ -120,6 +140,7 @@ class RefitCore:
         """
         failures = 0 if turn.state.halted else turn.state.failures
         turn.set(boot=boot, stopping=False, halted=False, failures=failures)
+        self.fleet.watch_all(turn)
         if turn.state.barrier is None:
             turn.announce(self._actor, None, "")
         if turn.state.phase == "opening":
@@ -139,8 +160,10 @@ class RefitCore:
                 self._gateway_ready(turn, event)
             case ActorBooted():
                 self._actor_booted(turn, event)
+            case FleetScaled(engines=engines):
+                turn.set(size=engines)
             case RunStarted(resumed=resumed):
-                turn.set(gathering=turn.state.gathering or resumed)
+                turn.set(gathering=turn.state.gathering or resumed, size=None if resumed else turn.state.size)
             case RunStopping():
                 turn.set(stopping=True)
             case _ if turn.state.barrier is not None:
@@ -170,23 +193,31 @@ class RefitCore:
 
     # --- the fleet ---------------------------------------------------------------------------------------------------
 
+    def _names(self, state: RefitState) -> tuple[str, ...]:
+        """The engines that the run is to have."""
+        return tuple(f"engine-{i}" for i in range(self._size if state.size is None else state.size))
+
     def _engine_ready(self, turn: Turn, event: EngineReady, actor_boot: int) -> None:
         known = turn.state.engines.get(event.engine)
-        if known is not None and event.boot < known.boot:
+        if known is not None and (event.boot < known.boot or (event.boot == known.boot and known.up)):
+            return
+        if known is not None and event.engine not in self._names(turn.state):
             return
         if known is not None and event.boot > known.boot:
             self._engine_down(turn, event.engine, "Restarted", f"was restarted as boot {event.boot}")
             known = turn.state.engines[event.engine]
-        elif known is not None and known.up:
-            return
-        strikes, eligible_at = (0, 0.0) if known is None else (known.strikes, known.eligible_at)
-        engine = Engine(event.boot, actor_boot, event.ranks, strikes=strikes, eligible_at=eligible_at)
+        known = Engine(event.boot, actor_boot, event.ranks) if known is None else known
+        engine = replace(known, boot=event.boot, actor_boot=actor_boot, ranks=event.ranks, url=event.url)
+        engine = replace(engine, up=True, serving=False)
         turn.set(engines={**turn.state.engines, event.engine: engine})
+        self.fleet.happen(turn, event.engine, "ready", f"boot {event.boot} is up")
+        turn.do(Watch(event.engine, event.boot, event.url))
 
     def _engine_dead(self, turn: Turn, event: EngineDead) -> None:
         known = turn.state.engines.get(event.engine)
         if known is not None and known.boot == event.boot:
             self._engine_down(turn, event.engine, "Died", f"died: {event.reason}")
+            self.fleet.happen(turn, event.engine, "died", event.reason)
 
     def _engine_down(self, turn: Turn, name: str, error: str, reason: str) -> None:
         state = turn.state
@@ -200,11 +231,39 @@ class RefitCore:
             turn.set(suspects=tuple(s for s in state.suspects if s != member))
             self.barriers.strike(turn, name, COLLECTIVE_STRIKES)
 
+    def _missed(self, turn: Turn, input: Missed) -> None:
+        """An engine that answers no probe is out of the commit; one that comes back needs a load in a newer epoch."""
+        engine, gateway = turn.state.engines.get(input.name), turn.state.gateways.get(input.name)
+        if gateway is not None and gateway.boot == input.boot:
+            self.fleet.gateway_missed(turn, input.name, input.misses)
+        if engine is None or engine.boot != input.boot or not engine.up:
+            return
+        if input.misses < self.fleet.misses:
+            self.fleet.happen(turn, input.name, "missed", input.reason)
+            return
+        served, committed = engine.serving, turn.state.committed
+        reason = f"answered none of {input.misses} probes: {input.reason}"
+        self._engine_down(turn, input.name, "Unreachable", reason)
+        self.fleet.happen(turn, input.name, "lost", reason)
+        if served and committed is not None and turn.state.barrier is None:
+            cut = EngineQuarantined(epoch=committed.epoch, engine=input.name, boot=input.boot, reason=reason)
+            turn.do(Emit(cut, correlation=f"refit-{committed.epoch}"))
+
+    def _heard(self, turn: Turn, input: Heard) -> None:
+        engine, gateway = turn.state.engines.get(input.name), turn.state.gateways.get(input.name)
+        if gateway is not None and gateway.boot == input.boot:
+            self.fleet.gateway_heard(turn, input.name)
+        if engine is None or engine.boot != input.boot:
+            return
+        if self.fleet.happen(turn, input.name, "answered", "it answers again") and not engine.up:
+            turn.set_engine(input.name, up=True)
+
     def _gateway_ready(self, turn: Turn, event: GatewayReady) -> None:
         known = turn.state.gateways.get(event.gateway)
         if known is not None and (event.boot < known.boot or (event.boot == known.boot and known.up)):
             return
-        self._gateway_booted(turn, event.gateway, Gateway(event.boot, up=True))
+        self._gateway_booted(turn, event.gateway, Gateway(event.boot, up=True, url=event.url))
+        turn.do(Watch(event.gateway, event.boot, event.url))
 
     def _gateway_booted(self, turn: Turn, name: str, gateway: Gateway) -> None:
         turn.set(gateways={**turn.state.gateways, name: gateway})
@@ -215,6 +274,8 @@ class RefitCore:
         state, name, boot = turn.state, event.actor, event.boot
         if name in state.engines and boot > state.engines[name].actor_boot:
             self._engine_down(turn, name, "Restarted", f"was restarted as boot {boot}")
+            turn.set_engine(name, actor_boot=boot)
+            self.fleet.happen(turn, name, "booted", f"its process runs as boot {boot}")
         elif name in state.gateways and boot > state.gateways[name].boot:
             self._gateway_booted(turn, name, Gateway(boot, up=False))
         elif name == "trainer" and state.trainer is not None and boot > state.trainer.boot:
@@ -224,6 +285,7 @@ class RefitCore:
     # --- the beginning of an epoch -----------------------------------------------------------------------------------
 
     def _idle(self, turn: Turn) -> None:
+        self._shrink(turn)
         state, now = turn.state, turn.now
         if not self._need(state, now):
             return
@@ -238,6 +300,15 @@ class RefitCore:
             turn.do(Emit(ActorFailed(actor=self._actor, error="StartTimeout", message=message, fatal=True)))
             turn.set(halted=True)
 
+    def _shrink(self, turn: Turn) -> None:
+        """Engines that the run was scaled down by; they serve until a commit without them."""
+        names = self._names(turn.state)
+        for name, engine in turn.state.engines.items():
+            if name not in names and engine.health != "retired":
+                self.fleet.retire(turn, name, f"the run was scaled to {len(names)} engines")
+                if turn.state.group is not None and any(m.engine == name for m in turn.state.group.members):
+                    turn.set(group=None)
+
     def _need(self, state: RefitState, now: float) -> bool:
         """A new version is due, the trainer was restored, or members are up that don't serve the last commit."""
         committed, trainer = state.committed, state.trainer
@@ -249,15 +320,19 @@ class RefitCore:
             due = trainer.versions[-1][1] - committed.step >= self._refit.every
             if due or trainer.boot != committed.trainer_boot:
                 return True
-        joining = any(e.up and not e.serving and e.eligible_at <= now for e in state.engines.values())
+        engines = state.engines.values()
+        if any(e.serving and not e.up for e in engines):  # retired, and not yet told by a commit
+            return True
+        joining = any(e.up and not e.serving and e.eligible_at <= now for e in engines)
         return joining or any(g.up and not g.open for g in state.gateways.values())
 
     def _missing(self, state: RefitState) -> tuple[str, ...]:
         """Who must be ready before an epoch can begin, and isn't: one engine and the trainer, at the start all."""
+        names = self._names(state)
         trainer = () if state.trainer is not None and state.trainer.versions else ("trainer",)
-        engines = tuple(n for n in self._engines if n not in state.engines or not state.engines[n].up)
+        engines = tuple(n for n in names if n not in state.engines or not state.engines[n].up)
         if not state.gathering:
-            return (*(engines if len(engines) == len(self._engines) else ()), *trainer)
+            return (*(engines if len(engines) == len(names) else ()), *trainer)
         gateways = tuple(n for n in self._gateways if n not in state.gateways or not state.gateways[n].up)
         return (*engines, *gateways, *trainer)
 
@@ -289,7 +364,7 @@ class RefitCore:
             drain_at=now + min(self._refit.drain_deadline_s, self._refit.deadline_s),
             deadline_at=now + self._refit.deadline_s,
             seats=self._seats(state, now),
-            gates=tuple(Gate(name, g.boot) for name, g in sorted(state.gateways.items())),
+            gates=tuple(Gate(name, g.boot, silent=g.silent) for name, g in sorted(state.gateways.items())),
         )
         turn.set(
             phase="draining",

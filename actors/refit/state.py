@@ -8,7 +8,7 @@ import msgspec
 from msgspec.structs import replace
 
 from contracts.core import Emit
-from contracts.events import Event, Member, Rank, WaitEnded, WaitStarted
+from contracts.events import Event, Health, Member, Rank, WaitEnded, WaitStarted
 
 Phase = Literal["idle", "opening", "draining", "transferring"]
 
@@ -19,6 +19,33 @@ class HighWritten(msgspec.Struct, frozen=True, tag="high_written"):
     """The high-water mark `epoch` is on disk."""
 
     epoch: int
+
+
+class Missed(msgspec.Struct, frozen=True, tag="missed"):
+    """A watched member has not answered its last `misses` probes."""
+
+    name: str
+    boot: int
+    misses: int
+    reason: str
+
+
+class Heard(msgspec.Struct, frozen=True, tag="heard"):
+    """A watched member answers again."""
+
+    name: str
+    boot: int
+
+
+Local = HighWritten | Missed | Heard
+
+
+class Watch(msgspec.Struct, frozen=True):
+    """From now on probe boot `boot` of the member at `url`, and no other boot of it; None: no boot at all."""
+
+    name: str
+    boot: int
+    url: str | None
 
 
 class FsyncHigh(msgspec.Struct, frozen=True):
@@ -63,6 +90,14 @@ class Engine(msgspec.Struct, frozen=True):
     """Faults since its last commit, over boots."""
     eligible_at: float = 0.0
     """Takes part in no refit before, as long as another engine can."""
+    url: str = ""
+    health: Health = "uncertain"
+    trusted: Health = "uncertain"
+    """What a suspect was before it was suspected."""
+    restarts: int = 0
+    """Restarts that were ordered since it last served."""
+    restart_at: float | None = None
+    """When a dead engine is to be restarted, and a restarting one counts as dead again."""
 
 
 class Gateway(msgspec.Struct, frozen=True):
@@ -71,6 +106,9 @@ class Gateway(msgspec.Struct, frozen=True):
     boot: int
     up: bool
     open: bool = False
+    url: str = ""
+    silent: bool = False
+    """It answers no probe: no refit waits for it."""
 
 
 class Seat(msgspec.Struct, frozen=True):
@@ -84,15 +122,20 @@ class Seat(msgspec.Struct, frozen=True):
 
 
 class Gate(msgspec.Struct, frozen=True):
-    """A gateway's part in the current epoch: closed once this boot, or a newer one, said so."""
+    """A gateway's part in the current epoch: closed once this boot, or a newer one, said so.
+
+    One that is `silent` is not waited for: what it may have sent runs on no engine that has drained, and engines refuse
+    what was sent under an older epoch.
+    """
 
     gateway: str
     boot: int
     closed_by: int = -1
+    silent: bool = False
 
     @property
     def closed(self) -> bool:
-        return self.closed_by >= self.boot
+        return self.silent or self.closed_by >= self.boot
 
 
 class Group(msgspec.Struct, frozen=True):
@@ -169,6 +212,8 @@ class RefitState(msgspec.Struct, frozen=True):
     suspects: tuple[Member, ...] = ()
     """Members of the epoch that failed last, until the next one begins."""
     wait: Wait | None = None
+    size: int | None = None
+    """How many engines the run was scaled to; None as configured."""
     stopping: bool = False
     halted: bool = False
 
@@ -221,7 +266,7 @@ class Turn:
     def log(self, text: str, *, warning: bool = False, **fields: Any) -> None:
         """Log one step of the current epoch."""
         barrier = self.barrier
-        self.do(Log(text, {"epoch": barrier.epoch, "version": barrier.version, **fields}, warning))
+        self.do(Log(text, {"version": barrier.version, **fields, "epoch": barrier.epoch}, warning))
 
     def announce(self, actor: str, wanted: Wait | None, cause: str) -> None:
         """Say which wait began or ended with this step."""

@@ -536,7 +536,9 @@ def shells(config: RunConfig) -> dict[str, Any]:
     """A simulated shell for every actor of the run but the recorder, which decides nothing for the others."""
     gateways, engines, wires = GatewayTable(), EngineTable(), Wires()
     made: dict[str, Any] = {
-        "refit": RefitSim(refit_core.RefitCore(config.refit, config.engine, config.gateway, config.launch)),
+        "refit": RefitSim(
+            refit_core.RefitCore(config.refit, config.engine, config.gateway, config.launch, config.fleet)
+        ),
         "trainer": TrainerSim(trainer.TrainerCore(config), wires),
         "buffer": Quiet(BufferCore(config)),
         "source": SourceSim(source.SourceCore(config, "source")),

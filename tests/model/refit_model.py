@@ -1,17 +1,4 @@
-"""The coordinator's real core among small machines that stand for the other actors.
-
-All interleavings are moves: who reads next, who answers next, which fault strikes. The log is append-only and read in
-order, so nothing that was emitted is lost, but any reader may lag, and the coordinator may read the streams of its
-senders in any order. What was not emitted yet dies in a crash. The other actors are weaker than the real ones, so that
-the coordinator alone has to be right:
-
-- engines answer whoever names them, under whatever boot, and one that serves admits any request: there are no leases;
-- a sequence runs as long as it likes, and goes on when its gateway dies;
-- a gateway opens as soon as the newest epoch that it has read is a committed one.
-
-Time is abstract: the coordinator's next deadline comes when nothing else can happen, or early, as a fault.
-`python -m tests.model.refit_model N` searches with N faults; two take about a minute and half a million worlds.
-"""
+"""The real coordinator, gateway and engine cores in one world with a trainer, a store and servers."""
 
 from __future__ import annotations
 
@@ -19,346 +6,579 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
-from contracts.events import Member
-from tests.model.refit_coordinator import ENGINES, Coordinator, Message, digest
+from actors.engine.state import (
+    Abandon,
+    Drain,
+    Drained,
+    DrainFailed,
+    Exit,
+    Lease,
+    LeaseLapsed,
+    LeaseRenewed,
+    Loaded,
+    LoadFailed,
+    Receive,
+    Resume,
+    Resumed,
+    ServerDead,
+    ServerReady,
+    StartServer,
+    Watch,
+)
+from actors.gateway import state as gateway
+from actors.gateway.state import AbortCall, Answered, Arrived, CallFailed, Listening, Part
+from actors.gateway.state import Call as Dispatch
+from actors.refit.state import FsyncHigh, Gateway, Heard, HighWritten, Missed
+from contracts.core import Booted
+from contracts.events import (
+    ActorBooted,
+    EngineDead,
+    EngineHealth,
+    EngineQuarantined,
+    EngineReady,
+    GatewayReady,
+    Member,
+    PolicyReady,
+    RefitCommitted,
+    RefitFailed,
+    RefitRequested,
+    TransferFailed,
+    TransferFinished,
+    TransferOffered,
+    TransferStarted,
+)
+from tests.model import mechanisms, tables
 from tests.model.search import Label, Move, search
+from tests.model.tables import NEVER, TICK, Stepped, Table
+from tests.model.world import (
+    DUMMY,
+    FLEET,
+    OTHER,
+    PARTIAL,
+    REFIT,
+    Call,
+    Engine,
+    Gate,
+    History,
+    World,
+    drop_call,
+    end_runs,
+    move_call,
+    runs,
+    set_engine,
+    tell,
+    tell_gate,
+)
 
-FAULTS = frozenset({"crash", "early", "repeat", "fail", "corrupt"})
-"""A process dies and restarts; a deadline comes early; an input is taken twice, the second time late; a transfer or a
-load fails; an engine ends up with other weights."""
-SENDERS = (*ENGINES, "gateway-0", "trainer")
-GATE, TRAINER = 2, 3
-FLEET, REFIT = 0, 1
-"""The two streams of a sender that the coordinator reads; `policy` counts as the trainer's fleet."""
-
-
-class Engine(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
-    """`mode`: uncertain, draining, drained, loading, loaded or serving, all for `epoch`."""
-
-    boot: int = 1
-    mode: str = "uncertain"
-    epoch: int = 0
-    version: int = -1
-    running: int = 0
-    """Boot of the gateway whose sequence runs, 0 for none."""
-    inbox: tuple[Message, ...] = ()
-
-
-class Gate(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
-    """`current`: it has read the log up to its own start. `acked`: it said that it closed for `epoch`."""
-
-    boot: int = 1
-    epoch: int = 0
-    committed: int = 0
-    members: tuple[str, ...] = ()
-    current: bool = True
-    acked: bool = True
-    inbox: tuple[Message, ...] = ()
-
-    @property
-    def open(self) -> bool:
-        return self.current and 0 < self.committed == self.epoch
+FAULTS = frozenset({"crash", "early", "fail", "corrupt", "lapse", "lost", "late", "repeat", "silent"})
+FOR_GATE = (RefitRequested, RefitCommitted, EngineQuarantined)
+FOR_ENGINE = (RefitRequested, TransferOffered, TransferStarted, RefitCommitted, RefitFailed, EngineQuarantined)
+FOR_TRAINER = (RefitRequested, TransferStarted, RefitFailed)
+_LOUD = Gateway(boot=0, up=False)
+SENSITIVE = ("resuming", "serving", "lapsed")
+"""Modes of an engine in which what others do now may matter to what it does next."""
 
 
-class Trainer(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
-    """`sending`: the epoch whose broadcast runs, or 0."""
-
-    boot: int = 1
-    version: int = 0
-    sending: int = 0
-    inbox: tuple[Message, ...] = ()
-
-
-class History(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
-    """What the checks need of the past. `loads`: who acknowledged the newest epoch with the right digest."""
-
-    requested: int = 0
-    committed: int = 0
-    version: int = -1
-    loads: frozenset[tuple[str, int]] = frozenset()
-
-
-class World(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
-    """`writes`: epochs on their way to disk. `queues`: what the coordinator has not read, by sender and stream."""
-
-    coordinator: int
-    writes: tuple[int, ...] = ()
-    queues: tuple[tuple[Message, ...], ...] = ((),) * 8
-    engines: tuple[Engine, Engine] = (Engine(), Engine())
-    gate: Gate = Gate()
-    trainer: Trainer = Trainer()
-    faults: int = 0
-    steps: int = 0
-    """Optimizer steps that may still be made."""
-    history: History = History()
-    wrong: str = ""
-
-
-def tell(world: World, sender: int, stream: int, *messages: Message) -> World:
-    """Append to what the coordinator will read."""
-    index, queues = 2 * sender + stream, world.queues
-    return replace(world, queues=(*queues[:index], (*queues[index], *messages), *queues[index + 1 :]))
-
-
-def set_engine(world: World, index: int, **changes: Any) -> World:
-    changed = replace(world.engines[index], **changes)
-    return replace(world, engines=(changed, world.engines[1]) if index == 0 else (world.engines[0], changed))
-
-
-def concerns(engine: str, message: Message) -> bool:
-    """Whether reading this could change anything for the engine."""
-    if message[0] == "started":
-        return engine in message[3]
-    return message[0] != "expelled" or message[2] == engine
+def digest(version: int) -> str:
+    return f"d{version}"
 
 
 class RefitModel:
-    """`without`: the mechanism to take out. The search is bounded by `faults`, `steps` and `epochs`.
-
-    With `committed`, it starts when everybody serves epoch 1, otherwise when everybody has just booted.
-    """
-
     def __init__(
         self,
         *,
-        without: str | None = None,
+        engines: int = 2,
+        without: frozenset[str] = frozenset(),
         faults: int = 1,
         kinds: frozenset[str] = FAULTS,
         steps: int = 1,
-        epochs: int = 4,
-        committed: bool = False,
+        epochs: int = 3,
+        committed: bool = True,
+        reduce: bool = True,
     ) -> None:
-        self.coordinator = Coordinator(without)
+        self.names = tuple(f"engine-{i}" for i in range(engines))
+        self.gate_sender, self.trainer_sender = engines, engines + 1
+        self._without: set[str] = set()
+        self.coordinator = Table(mechanisms.coordinator(engines, self._without), tables.coordinator)
+        self.tables = [Table(mechanisms.MutatedEngine(name, self._without), tables.engine) for name in self.names]
+        self.gateway = Table(mechanisms.MutatedGateway(self._without), tables.gate)
         self._kinds = kinds
         self._epochs = epochs
-        world = World(coordinator=self.coordinator.step(self.coordinator.first, "boot")[0])
-        for sender in (0, 1, GATE):
-            world = tell(world, sender, FLEET, ("ready", 1))
-        world = tell(world, TRAINER, FLEET, ("ready", 1, 0))
-        while committed and not (self.settled(world) and all(e.mode == "serving" for e in world.engines)):
-            _, world, _ = next(self.moves(world))
+        self._reduce = reduce
+        world = World(
+            coordinator=self.coordinator.step(self.coordinator.first, Booted(1))[0],
+            engines=tuple(Engine(table.first) for table in self.tables),
+            gate=Gate(self.gateway.first, boot=0, inboxes=((),) * (engines + 2)),
+            queues=((),) * (2 * (engines + 2)),
+        )
+        for index in range(engines):
+            world = self._engine_step(world, index, Booted(1))
+        world = self._boot_gate(world, announce=False)
+        ready = PolicyReady(version=0, step=0, parent_version=None, trainer_boot=1)
+        world = tell(world, self.trainer_sender, FLEET, ready)
+        while committed and not (
+            self.settled(world) and all(self._mode(world, i) == "serving" for i in range(engines))
+        ):
+            world = next(after for _, after, _ in self._regular(world))
         self.start = replace(world, faults=faults, steps=steps)
+        self._without |= without
+        for table in (self.coordinator, self.gateway, *self.tables):
+            table.forget()
 
-    # --- checks ---
+    # --- looking -----------------------------------------------------------------------------------------------------
+
+    def _mode(self, world: World, index: int) -> str:
+        return self.tables[index].states[world.engines[index].core].mode
 
     def wrong(self, world: World) -> str:
         return world.wrong
 
     def settled(self, world: World) -> bool:
-        """The newest epoch is committed, the gate is open and an engine serves."""
-        newest = world.history.requested
-        serving = any(e.mode == "serving" and e.epoch == newest for e in world.engines)
-        return world.gate.open and world.gate.epoch == newest == world.history.committed and serving
+        """The newest epoch is committed, the gate is open, an engine serves, and no caller waits."""
+        history, gate = world.history, self.gateway.states[world.gate.core]
+        serving = any(
+            e.lease == history.committed and self.tables[i].states[e.core].mode == "serving"
+            for i, e in enumerate(world.engines)
+        )
+        fine = gateway.gate(gate) == "open" and gate.epoch == history.requested == history.committed
+        return fine and serving and not gate.requests
 
     def cut(self, world: World) -> bool:
-        return any(epoch > self._epochs for epoch in world.writes)
+        return world.writes > self._epochs
 
-    def _wrong_commit(self, history: History, epoch: int, version: int, members: tuple[Member, ...]) -> str:
-        if epoch == history.committed:
-            return f"epoch {epoch} is committed twice"
-        if epoch != history.requested:
-            return f"epoch {epoch} is committed after epoch {history.requested} began"
-        if version < history.version:
-            return f"version {version} is committed after version {history.version}"
-        for member in members:
-            if (member.actor, member.boot) not in history.loads:
-                return f"{member.actor} boot {member.boot} is committed without having loaded in epoch {epoch}"
-        return ""
+    # --- moves -------------------------------------------------------------------------------------------------------
 
-    # --- the coordinator ---
+    def moves(self, world: World) -> Iterator[Move[World]]:
+        """Everything that can happen next; or what one process can do, when nothing else can bear on it."""
+        chosen = self._independent(world) if self._reduce else None
+        if chosen is not None:
+            yield from ((label, after, False) for label, after in chosen[0])
+            yield from self._struck(world, chosen[1])
+            return
+        regular = list(self._regular(world))
+        yield from regular
+        if world.faults:
+            yield from self._struck(world, list(self._faults(world, bool(regular))))
 
-    def _take(self, world: World, input: Any) -> World:
-        """One step of the coordinator; what it says goes to everybody."""
-        number, said, opened = self.coordinator.step(world.coordinator, input)
-        writes = (*world.writes, opened) if opened else world.writes
-        world = replace(world, coordinator=number, writes=writes)
-        for message in said:
-            history = world.history
-            if message[0] == "requested":
-                world = replace(world, history=replace(history, requested=message[1], loads=frozenset()))
-            elif message[0] == "committed":
-                wrong = self._wrong_commit(history, *message[1:])
-                world = replace(world, wrong=wrong, history=replace(history, committed=message[1], version=message[2]))
-        return self._spread(world, said) if said else world
+    def _struck(self, world: World, faults: list[tuple[str, Label, World]]) -> Iterator[Move[World]]:
+        for kind, label, after in faults:
+            if world.faults and kind in self._kinds:
+                yield label, replace(after, faults=world.faults - 1), True
 
-    def _spread(self, world: World, said: tuple[Message, ...]) -> World:
-        gate, trainer = world.gate, world.trainer
-        first, second = (
-            replace(engine, inbox=(*engine.inbox, *(m for m in said if concerns(name, m))))
-            for name, engine in zip(ENGINES, world.engines, strict=True)
-        )
-        for_gate = (m for m in said if m[0] in ("requested", "committed"))
-        for_trainer = (m for m in said if m[0] in ("requested", "started", "aborted"))
-        return replace(
-            world,
-            engines=(first, second),
-            gate=replace(gate, inbox=(*gate.inbox, *for_gate)),
-            trainer=replace(trainer, inbox=(*trainer.inbox, *for_trainer)),
-        )
+    def _independent(self, world: World) -> tuple[list[tuple[Label, World]], list[tuple[str, Label, World]]] | None:
+        """All moves and faults of one process that no other process can disturb, see docs/explanation/refit-barrier."""
+        trainer = world.trainer
+        if trainer.inbox or trainer.sending:
+            return list(self._trainer(world)), list(self._trainer_faults(world))
+        for index, engine in enumerate(world.engines):
+            busy = engine.inbox or engine.ops or self._mode(world, index) == "dead"
+            alone = busy and self._mode(world, index) not in SENSITIVE and not runs(world, index)
+            if alone and (moves := list(self._engine(world, index))):
+                return moves, list(self._engine_faults(world, index))
+        return None
+
+    def _regular(self, world: World) -> Iterator[Move[World]]:
+        found = [*self._coordinator(world), *self._trainer(world), *self._gateway(world)]
+        for index in range(len(self.names)):
+            found += self._engine(world, index)
+        found += self._network(world)
+        busy = [(label, after) for label, after in found if label[0] != "a caller"]
+        yield from ((label, after, False) for label, after in found)
+        if not busy:
+            yield from ((label, after, False) for label, after in self._ticks(world))
+
+    def _ticks(self, world: World) -> Iterator[tuple[Label, World]]:
+        if self.coordinator.wakes(world.coordinator) and "deadlines" not in self._without:
+            yield ("time passes to refit's next deadline",), self._tick(world)
+        if self.gateway.wakes(world.gate.core):
+            yield ("time passes to gateway-0's next deadline",), self._gate_step(world, TICK)
+
+    def _tick(self, world: World) -> World:
+        """No lease that was taken before the request outlasts the drain's deadline, nor any later one."""
+        if self.coordinator.states[world.coordinator].phase in ("draining", "transferring"):
+            for index, engine in enumerate(world.engines):
+                if engine.lease and engine.lease < world.history.requested:
+                    world = set_engine(world, index, lease=0)
+        return self._take(world, TICK)
+
+    # --- the coordinator ---------------------------------------------------------------------------------------------
 
     def _coordinator(self, world: World) -> Iterator[tuple[Label, World]]:
-        for epoch in world.writes:
-            rest = tuple(w for w in world.writes if w != epoch)
-            yield ("epoch", epoch, "is on disk"), self._take(replace(world, writes=rest), epoch)
+        if world.writes:
+            yield ("epoch", world.writes, "is on disk"), self._take(replace(world, writes=0), HighWritten(world.writes))
         queues = world.queues
         for index, queue in enumerate(queues):
             if queue:
-                sender, message = SENDERS[index // 2], queue[0]
                 popped = replace(world, queues=(*queues[:index], queue[1:], *queues[index + 1 :]))
-                yield ("refit reads", message, "of", sender), self._take(popped, (sender, message))
+                yield ("refit reads", queue[0]), self._take(popped, queue[0])
+        state = self.coordinator.states[world.coordinator]
+        if state.gateways.get("gateway-0", _LOUD).silent:
+            yield ("gateway-0 answers refit again",), self._take(world, Heard("gateway-0", world.gate.boot))
+        for index, engine in enumerate(world.engines):
+            known = state.engines.get(self.names[index])
+            lost = known is not None and known.health == "dead" and known.boot == engine.boot
+            if lost and self._mode(world, index) not in ("dead", "starting"):
+                yield (
+                    (self.names[index], "answers refit again"),
+                    self._take(world, Heard(self.names[index], engine.boot)),
+                )
 
-    # --- the others ---
+    def _take(self, world: World, input: Any) -> World:
+        """One step of the coordinator; what it says goes to everybody."""
+        number, said = self.coordinator.step(world.coordinator, input)
+        world = replace(world, coordinator=number)
+        for output in said:
+            if isinstance(output, FsyncHigh):
+                world = replace(world, writes=output.epoch)
+            elif isinstance(output, EngineHealth):
+                index = self.names.index(output.engine)
+                if output.ordered and world.engines[index].boot <= output.boot:
+                    world = self._restart(world, index)
+            else:
+                world = self._publish(self._recorded(world, output), output)
+        return world
 
-    def moves(self, world: World) -> Iterator[Move[World]]:
-        """Everything that can happen next."""
-        regular = [*self._coordinator(world), *self._trainer(world), *self._gate(world)]
-        regular += [*self._engine(world, 0), *self._engine(world, 1)]
-        for label, after in regular:
-            yield label, after, False
-        for label, after in self._sequences(world):
-            yield label, after, False
-        if not regular and self.coordinator.wake(world.coordinator) is not None:
-            yield ("time passes to the next deadline",), self._take(world, "tick"), False
-        if world.faults:
-            spent = replace(world, faults=world.faults - 1)
-            for kind, label, after in self._faults(spent, bool(regular)):
-                if kind in self._kinds:
-                    yield label, after, True
+    def _publish(self, world: World, event: Any) -> World:
+        if isinstance(event, FOR_ENGINE):
+            for index, engine in enumerate(world.engines):
+                world = set_engine(world, index, inbox=(*engine.inbox, event))
+        if isinstance(event, FOR_GATE):
+            world = tell_gate(world, 0, event)
+        if isinstance(event, FOR_TRAINER):
+            world = replace(world, trainer=replace(world.trainer, inbox=(*world.trainer.inbox, event)))
+        return world
+
+    def _recorded(self, world: World, event: Any) -> World:
+        history = world.history
+        match event:
+            case RefitRequested():
+                wrong = "" if event.epoch > history.requested else f"S3: epoch {event.epoch} is requested again"
+                history = replace(history, requested=event.epoch, started=frozenset(), loads=frozenset())
+            case TransferStarted():
+                wrong = "" if event.epoch == history.requested else f"S5: a transfer of epoch {event.epoch} starts late"
+                history = replace(history, started=frozenset(Member(m.engine, m.boot) for m in event.members))
+            case RefitCommitted():
+                wrong = _wrong_commit(history, event)
+                sources = frozenset((event.version, m.actor, m.boot) for m in event.engines)
+                history = replace(
+                    history,
+                    committed=event.epoch,
+                    version=event.version,
+                    members=frozenset(event.engines),
+                    sources=history.sources | sources,
+                )
+            case _:
+                return world
+        return replace(world, history=history, wrong=world.wrong or wrong)
+
+    # --- the trainer -------------------------------------------------------------------------------------------------
 
     def _trainer(self, world: World) -> Iterator[tuple[Label, World]]:
-        trainer = world.trainer
+        trainer, me = world.trainer, self.trainer_sender
         if trainer.inbox:
-            message = trainer.inbox[0]
-            sending = message[1] if message[0] == "started" else 0
-            after = replace(world, trainer=replace(trainer, inbox=trainer.inbox[1:], sending=sending))
-            if message[0] == "requested":
-                after = tell(after, TRAINER, REFIT, ("offered", message[1], trainer.boot, trainer.version))
-            yield ("trainer reads", message), after
+            event = trainer.inbox[0]
+            after = replace(world, trainer=replace(trainer, inbox=trainer.inbox[1:]))
+            match event:
+                case RefitRequested():
+                    after = replace(after, trainer=replace(after.trainer, sending=0))
+                    after = self._offer(after, event)
+                case TransferStarted():
+                    after = replace(after, trainer=replace(after.trainer, sending=event.epoch))
+                case RefitFailed() if event.epoch == trainer.sending:
+                    after = replace(after, trainer=replace(after.trainer, sending=0))
+            yield ("trainer reads", event), after
         if trainer.sending:
             ended = replace(world, trainer=replace(trainer, sending=0))
-            yield ("trainer has sent everything",), tell(ended, TRAINER, REFIT, ("sent", trainer.sending))
+            sent = TransferFinished(epoch=trainer.sending, version=0, seconds=0.0, bytes=1)
+            yield ("trainer has sent everything",), tell(ended, me, REFIT, sent)
         if world.steps:
             version = trainer.version + 1
             stepped = replace(world, trainer=replace(trainer, version=version), steps=world.steps - 1)
-            yield ("trainer makes version", version), tell(stepped, TRAINER, FLEET, ("stepped", trainer.boot, version))
+            yield ("trainer makes version", version), tell(stepped, me, FLEET, Stepped(trainer.boot, version))
 
-    def _gate(self, world: World) -> Iterator[tuple[Label, World]]:
-        gate = world.gate
-        if gate.inbox:
-            message = gate.inbox[0]
-            read = replace(gate, inbox=gate.inbox[1:])
-            if message[0] == "requested":
-                read = replace(read, epoch=message[1], acked=False)
-            elif message[0] == "committed":
-                members = tuple(m.actor for m in message[3])
-                read = replace(read, epoch=max(gate.epoch, message[1]), committed=message[1], members=members)
-            else:
-                read = replace(read, current=True)
-            yield ("gateway-0 reads", message), replace(world, gate=read)
-        runs = any(e.running == gate.boot for e in world.engines)
-        if gate.current and not gate.open and not gate.acked and not runs:
-            closed = replace(world, gate=replace(gate, acked=True))
-            after = tell(closed, GATE, REFIT, ("closed", gate.epoch, gate.boot))
-            yield ("gateway-0 boot", gate.boot, "closed for epoch", gate.epoch), after
+    def _offer(self, world: World, event: RefitRequested) -> World:
+        trainer = world.trainer
+        answer: Any = TransferFailed(epoch=event.epoch, phase="offer", error="VersionGone", reason="r")
+        if trainer.first <= event.version <= trainer.version:
+            answer = TransferOffered(
+                epoch=event.epoch,
+                version=event.version,
+                trainer_boot=trainer.boot,
+                address="a",
+                port=1,
+                buckets=(),
+                bytes=1,
+                digest=digest(event.version),
+            )
+            world = self._publish(world, answer)
+        return tell(world, self.trainer_sender, REFIT, answer)
 
-    def _sequences(self, world: World) -> Iterator[tuple[Label, World]]:
-        """On engine-0 only, which is enough to be wrong."""
-        engine, gate = world.engines[0], world.gate
-        if engine.running:
-            yield ("engine-0 ends a sequence",), set_engine(world, 0, running=0)
-        elif gate.open and ENGINES[0] in gate.members and engine.mode == "serving":
-            begun = set_engine(world, 0, running=gate.boot)
-            if engine.epoch != gate.committed:
-                wrong = f"engine-0 generates under epoch {engine.epoch} what is labelled with epoch {gate.committed}"
-                begun = replace(begun, wrong=wrong)
-            yield ("engine-0 begins a sequence",), begun
+    def _trainer_faults(self, world: World) -> Iterator[tuple[str, Label, World]]:
+        trainer, me = world.trainer, self.trainer_sender
+        if trainer.sending:
+            broke = replace(world, trainer=replace(trainer, sending=0))
+            event = TransferFailed(epoch=trainer.sending, phase="send", error="E", reason="r")
+            yield "fail", ("trainer fails to send",), tell(broke, me, REFIT, event)
+        boot, version = trainer.boot + 1, trainer.version + 1
+        again = replace(world, trainer=replace(trainer, boot=boot, first=version, version=version, sending=0))
+        booted = ActorBooted(actor="trainer", boot=boot, pid=1, host="h")
+        ready = PolicyReady(version=version, step=version, parent_version=None, trainer_boot=boot)
+        reborn = tell(again, me, FLEET, booted, ready)
+        yield "crash", ("trainer crashes and restarts as boot", boot, "with version", version), reborn
+
+    # --- the engines -------------------------------------------------------------------------------------------------
 
     def _engine(self, world: World, index: int) -> Iterator[tuple[Label, World]]:
-        engine, name = world.engines[index], ENGINES[index]
+        engine, name, mode = world.engines[index], self.names[index], self._mode(world, index)
+        if mode == "dead":
+            yield (name, "ends and is restarted"), self._restart(world, index)
+            return
         if engine.inbox:
-            after = self._heard(set_engine(world, index, inbox=engine.inbox[1:]), index, engine.inbox[0])
-            yield (name, "reads", engine.inbox[0]), after
-        if engine.mode == "draining" and not engine.running:
-            drained = set_engine(world, index, mode="drained")
-            after = tell(drained, index, REFIT, ("drained", engine.epoch, engine.boot))
-            yield (name, "boot", engine.boot, "drained for epoch", engine.epoch), after
-        if engine.mode == "loading":
-            after = self._loaded(world, index, digest(engine.version))
-            yield (name, "boot", engine.boot, "loaded in epoch", engine.epoch), after
+            read = set_engine(world, index, inbox=engine.inbox[1:])
+            yield (name, "reads", engine.inbox[0]), self._engine_step(read, index, engine.inbox[0])
+        for call in world.calls:
+            if call.engine == index and call.place == "run":
+                yield from self._run_ends(world, call)
+        if engine.ops:
+            yield from self._operation(world, index, engine.ops[0])
+        if mode in SENSITIVE:
+            newest, committed = world.history.requested, world.history.committed
+            seen = committed if newest == committed else 0
+            if seen != engine.lease:
+                after = set_engine(world, index, lease=seen)
+                if mode == "lapsed" and seen == self.tables[index].states[engine.core].epoch:
+                    after = self._engine_step(after, index, LeaseRenewed(seen))
+                yield (name, "reads the registers"), after
 
-    def _heard(self, world: World, index: int, message: Message) -> World:
-        engine, name = world.engines[index], ENGINES[index]
-        kind, epoch, *rest = message
-        if kind == "requested":
-            return set_engine(world, index, mode="draining" if name in rest[1] else "uncertain", epoch=epoch)
-        if kind == "started" and engine.epoch == epoch:
-            if engine.running:
-                world = replace(world, wrong=f"{name} loads weights while a sequence runs")
-            return set_engine(world, index, mode="loading", version=rest[0])
-        if kind == "committed":
-            mine = Member(name, engine.boot) in rest[1] and engine.mode == "loaded" and engine.epoch == epoch
-            return set_engine(world, index, mode="serving" if mine else "uncertain")
-        if kind == "aborted" or (kind == "expelled" and engine.boot == rest[1]):
-            return set_engine(world, index, mode="uncertain")
+    def _run_ends(self, world: World, call: Call) -> Iterator[tuple[Label, World]]:
+        name = self.names[call.engine]
+        if not call.number:
+            yield (name, "ends a sequence that nobody waits for"), drop_call(world, call)
+            return
+        yield (name, "ends the sequence of call", call.number), move_call(world, call, place="ok")
+        if call.aborting:
+            yield (name, "aborts the sequence of call", call.number), move_call(world, call, place="cut")
+
+    def _operation(self, world: World, index: int, op: Any) -> Iterator[tuple[Label, World]]:
+        engine, name = world.engines[index], self.names[index]
+        done = set_engine(world, index, ops=engine.ops[1:], receiving=False)
+        match op:
+            case StartServer():
+                ready = ServerReady("u", 1, 0.0)
+                yield (name, "boot", engine.boot, "is up"), self._engine_step(done, index, ready)
+            case Drain() if not runs(world, index):
+                drained = self._engine_step(done, index, Drained(op.epoch, 0.0))
+                yield (name, "boot", engine.boot, "drained for epoch", op.epoch), drained
+            case Receive() if not engine.receiving:
+                wrong = ""
+                if runs(world, index):
+                    wrong = f"S1: {name} receives weights while a sequence runs"
+                if Member(name, engine.boot) not in world.history.started and not wrong:
+                    wrong = f"S5: {name} receives in epoch {op.epoch} what was not started for it"
+                begun = set_engine(world, index, receiving=True, weights=PARTIAL)
+                if world.history.requested != op.epoch:  # given up by others, which it has not read yet
+                    wrong = "" if wrong.startswith("S5") else wrong
+                yield (name, "receives its first bucket of epoch", op.epoch), replace(begun, wrong=wrong)
+            case Receive():
+                yield (name, "has loaded epoch", op.epoch), self._load(done, index, op, op.version)
+            case Resume():
+                yield (name, "goes on"), self._engine_step(done, index, Resumed(op.epoch))
+
+    def _load(self, world: World, index: int, op: Receive, weights: int) -> World:
+        history, me = world.history, Member(self.names[index], world.engines[index].boot)
+        if weights == op.version and op.epoch == history.requested:
+            world = replace(world, history=replace(history, loads=history.loads | {me}))
+        world = set_engine(world, index, weights=weights)
+        return self._engine_step(world, index, Loaded(op.epoch, digest(weights), 0.0))
+
+    def _engine_step(self, world: World, index: int, input: Any) -> World:
+        number, said = self.tables[index].step(world.engines[index].core, input)
+        world = set_engine(world, index, core=number)
+        for output in said:
+            match output:
+                case EngineReady() | EngineDead():
+                    world = tell_gate(tell(world, index, FLEET, output), 1 + index, output)
+                case Abandon():
+                    engine = world.engines[index]
+                    kept = tuple(op for op in engine.ops if op.epoch > output.epoch)
+                    receiving = engine.receiving and kept[:1] == engine.ops[:1]
+                    world = end_runs(set_engine(world, index, ops=kept, receiving=receiving), index, "cut")
+                case StartServer() | Drain() | Receive() | Resume():
+                    world = set_engine(world, index, ops=(*world.engines[index].ops, output))
+                case Watch() | Exit():
+                    pass
+                case _:
+                    world = tell(world, index, REFIT, output)
         return world
 
-    def _loaded(self, world: World, index: int, held: str) -> World:
-        engine, history = world.engines[index], world.history
-        if held == digest(engine.version) and engine.epoch == history.requested:
-            history = replace(history, loads=history.loads | {(ENGINES[index], engine.boot)})
-        world = replace(set_engine(world, index, mode="loaded"), history=history)
-        return tell(world, index, REFIT, ("loaded", engine.epoch, engine.boot, held))
+    def _restart(self, world: World, index: int) -> World:
+        engine, name = world.engines[index], self.names[index]
+        boot = engine.boot + 1
+        world = end_runs(world, index, "infra")
+        world = set_engine(world, index, boot=boot, ops=(), receiving=False, weights=DUMMY, lease=0)
+        booted = ActorBooted(actor=name, boot=boot, pid=1, host="h")
+        world = tell_gate(tell(world, index, FLEET, booted), 1 + index, booted)
+        return self._engine_step(world, index, Booted(boot))
 
-    # --- faults ---
+    def _engine_faults(self, world: World, index: int) -> Iterator[tuple[str, Label, World]]:
+        engine, name, mode = world.engines[index], self.names[index], self._mode(world, index)
+        yield "crash", (name, "crashes and restarts as boot", engine.boot + 1), self._restart(world, index)
+        if mode not in ("starting", "dead"):
+            dies = self._engine_step(end_runs(set_engine(world, index, ops=()), index, "infra"), index, ServerDead("r"))
+            yield "crash", ("the server of", name, "dies"), dies
+        op = engine.ops[0] if engine.ops else None
+        done = set_engine(world, index, ops=engine.ops[1:], receiving=False)
+        if isinstance(op, Drain):
+            yield "fail", (name, "does not drain"), self._engine_step(done, index, DrainFailed(op.epoch, "E", "r"))
+        if isinstance(op, Receive) and engine.receiving:
+            yield "corrupt", (name, "loads other weights"), self._load(done, index, op, OTHER)
+            for phase in ("receive", "verify"):
+                failed = self._engine_step(done, index, LoadFailed(op.epoch, phase, "E", "r"))
+                yield "fail", (name, "fails to", phase), failed
+        if mode == "serving" and engine.lease:
+            epoch = self.tables[index].states[engine.core].epoch
+            old = end_runs(set_engine(world, index, lease=0), index, "cut")
+            yield "lapse", ("the lease of", name, "runs out"), self._engine_step(old, index, LeaseLapsed(epoch))
+
+    # --- the gateway and its calls -----------------------------------------------------------------------------------
+
+    def _gateway(self, world: World) -> Iterator[tuple[Label, World]]:
+        gate = world.gate
+        for at, inbox in enumerate(gate.inboxes):
+            if inbox:
+                boxes = (*gate.inboxes[:at], inbox[1:], *gate.inboxes[at + 1 :])
+                read = replace(world, gate=replace(gate, inboxes=boxes))
+                yield ("gateway-0 reads", inbox[0]), self._gate_step(read, inbox[0])
+        for call in world.calls:
+            if call.place in ("ok", "cut", "infra"):
+                yield ("gateway-0 takes the answer to call", call.number, call.place), self._answer(world, call)
+        state = self.gateway.states[gate.core]
+        if not state.requests and not state.calls:
+            yield ("a caller", "asks gateway-0"), self._gate_step(world, Arrived(1, 1, "s", NEVER))
+
+    def _answer(self, world: World, call: Call) -> World:
+        after = drop_call(world, call)
+        if call.place == "infra":
+            return self._gate_step(after, CallFailed(call.number, "infra", "r"))
+        source = (call.version, self.names[call.engine], call.boot)
+        if source not in world.history.sources:
+            after = replace(after, wrong=f"S6: tokens of {source} were never committed")
+        finish = "stop" if call.place == "ok" else "abort"
+        return self._gate_step(after, Answered(call.number, (Part(0, 1, finish),)))
+
+    def _gate_step(self, world: World, input: Any) -> World:
+        number, said = self.gateway.step(world.gate.core, input)
+        world = replace(world, gate=replace(world.gate, core=number))
+        for output in said:
+            match output:
+                case Dispatch():
+                    index = self.names.index(output.engine)
+                    call = Call("net", output.call, index, output.boot, output.epoch, output.version)
+                    world = replace(world, calls=tuple(sorted((*world.calls, call))))
+                case AbortCall():
+                    for call in world.calls:
+                        if call.number == output.call and call.place in ("net", "run"):
+                            world = move_call(world, call, aborting=True)
+                case GatewayReady():
+                    world = tell_gate(tell(world, self.gate_sender, FLEET, output), len(self.names) + 1, output)
+                case gateway.Announce():
+                    world = self._gate_step(world, Listening("u"))
+                case gateway.AbortAll() | gateway.Reply() | gateway.Refuse():
+                    pass
+                case _:
+                    world = tell(world, self.gate_sender, REFIT, output)
+        return world
+
+    def _boot_gate(self, world: World, announce: bool = True) -> World:
+        boot = world.gate.boot + 1
+        calls = [replace(c, number=0) for c in world.calls if c.place in ("net", "run")]
+        world = replace(world, gate=replace(world.gate, boot=boot), calls=tuple(sorted(calls)))
+        if announce:
+            booted = ActorBooted(actor="gateway-0", boot=boot, pid=1, host="h")
+            world = tell(world, self.gate_sender, FLEET, booted)
+        return self._gate_step(world, Booted(boot))
+
+    def _network(self, world: World) -> Iterator[tuple[Label, World]]:
+        for call in dict.fromkeys(world.calls):
+            if call.place == "net":
+                yield ("call", call.number, "arrives at", self.names[call.engine]), self._arrive(world, call)
+
+    def _arrive(self, world: World, call: Call) -> World:
+        index, engine = call.engine, world.engines[call.engine]
+        table = self.tables[index]
+        state = table.states[engine.core]
+        lease = Lease(engine.lease, engine.lease, 0.0)
+        now = 0.0 if engine.lease else table.core.lease_s
+        if engine.boot != call.boot or not table.core.admits(state, call.epoch, lease, now):
+            return move_call(world, call, place="infra") if call.number else drop_call(world, call)
+        return replace(move_call(world, call, place="run"), wrong=self._wrong_admission(world, call))
+
+    def _wrong_admission(self, world: World, call: Call) -> str:
+        history, engine, name = world.history, world.engines[call.engine], self.names[call.engine]
+        if engine.weights in (DUMMY, PARTIAL, OTHER):
+            return f"S4: {name} generates from weights that no commit made whole"
+        if engine.weights != call.version:
+            return f"S1: {name} generates from version {engine.weights} what is labelled with {call.version}"
+        if call.epoch != history.committed or Member(name, engine.boot) not in history.members:
+            return f"S2: {name} boot {engine.boot} generates under epoch {call.epoch}, committed is {history.committed}"
+        return ""
+
+    # --- faults ------------------------------------------------------------------------------------------------------
 
     def _faults(self, world: World, busy: bool) -> Iterator[tuple[str, Label, World]]:
         if world.history.requested or world.writes:
-            yield "crash", ("refit crashes and restarts",), self._take(replace(world, writes=()), "boot")
-        if busy and self.coordinator.wake(world.coordinator) is not None:
-            yield "early", ("the next deadline comes early",), self._take(world, "tick")
-        for epoch in world.writes:
-            yield "repeat", ("epoch", epoch, "is on disk, and will be again"), self._take(world, epoch)
-        for index, queue in enumerate(world.queues):
-            if queue:
-                sender, message = SENDERS[index // 2], queue[0]
-                label = ("refit reads", message, "of", sender, "and will again")
-                yield "repeat", label, self._take(world, (sender, message))
+            crashed = self._take(replace(world, writes=0), Booted(1))
+            yield "crash", ("refit crashes and restarts",), crashed
+        if busy:
+            for label, after in self._ticks(world):
+                yield "early", (*label, "early"), after
+        if world.writes:
+            yield "repeat", ("epoch", world.writes, "is on disk, twice"), self._take(world, HighWritten(world.writes))
         yield from self._trainer_faults(world)
-        yield from self._engine_faults(world, 0)
-        yield from self._engine_faults(world, 1)
-        gate = world.gate
-        again = replace(gate, boot=gate.boot + 1, current=False, acked=False, inbox=(*gate.inbox, ("itself",)))
-        reborn = tell(replace(world, gate=again), GATE, FLEET, ("booted", again.boot), ("ready", again.boot))
-        yield "crash", ("gateway-0 crashes and restarts as boot", again.boot), reborn
+        known = self.coordinator.states[world.coordinator]
+        gateway_known = known.gateways.get("gateway-0", _LOUD)
+        if gateway_known.boot == world.gate.boot and not gateway_known.silent:
+            yield (
+                "silent",
+                ("gateway-0 answers no probe",),
+                self._take(world, Missed("gateway-0", world.gate.boot, 3, "r")),
+            )
+        for index, name in enumerate(self.names):
+            yield from self._engine_faults(world, index)
+            if name in known.engines and known.engines[name].up:
+                silent = self._take(world, Missed(name, known.engines[name].boot, 3, "r"))
+                yield "silent", (name, "answers no probe"), silent
+        yield "crash", ("gateway-0 crashes and restarts as boot", world.gate.boot + 1), self._boot_gate(world)
+        for call in world.calls:
+            if call.place == "net" and call.number:
+                yield "lost", ("call", call.number, "is lost"), move_call(world, call, place="infra")
+            if call.place in ("net", "run") and call.aborting and call.number:
+                orphan = move_call(world, call, number=0, aborting=False)
+                cut = self._gate_step(orphan, CallFailed(call.number, "infra", "it was cut off"))
+                yield "late", ("gateway-0 cuts off call", call.number), cut
 
-    def _trainer_faults(self, world: World) -> Iterator[tuple[str, Label, World]]:
-        trainer = world.trainer
-        if trainer.sending:
-            broke = replace(world, trainer=replace(trainer, sending=0))
-            yield "fail", ("trainer fails to send",), tell(broke, TRAINER, REFIT, ("broke", trainer.sending))
-        boot, version = trainer.boot + 1, trainer.version + 1
-        again = replace(world, trainer=replace(trainer, boot=boot, version=version, sending=0))
-        reborn = tell(again, TRAINER, FLEET, ("booted", boot), ("ready", boot, version))
-        yield "crash", ("trainer crashes and restarts as boot", boot, "with version", version), reborn
 
-    def _engine_faults(self, world: World, index: int) -> Iterator[tuple[str, Label, World]]:
-        engine, name = world.engines[index], ENGINES[index]
-        if engine.mode == "loading":
-            yield "corrupt", (name, "loads other weights"), self._loaded(world, index, "other")
-            for phase in ("receive", "verify"):
-                failed = set_engine(world, index, mode="uncertain")
-                after = tell(failed, index, REFIT, ("failed", engine.epoch, engine.boot, phase))
-                yield "fail", (name, "fails to", phase), after
-        boot = engine.boot + 1
-        # Only engine-0 has a sidecar that lives to tell.
-        last_words = (("dead", engine.boot),) if index == 0 else ()
-        again = set_engine(world, index, boot=boot, mode="uncertain", version=-1, running=0)
-        reborn = tell(again, index, FLEET, *last_words, ("booted", boot), ("ready", boot))
-        yield "crash", (name, "crashes and restarts as boot", boot), reborn
+def _wrong_commit(history: History, event: RefitCommitted) -> str:
+    if event.epoch == history.committed:
+        return f"S3: epoch {event.epoch} is committed twice"
+    if event.epoch != history.requested:
+        return f"S3: epoch {event.epoch} is committed after epoch {history.requested} began"
+    if event.version < history.version:
+        return f"S3: version {event.version} is committed after version {history.version}"
+    for member in event.engines:
+        if member not in history.loads:
+            return f"S4: {member.actor} boot {member.boot} is committed without having loaded in epoch {event.epoch}"
+    return ""
 
 
 if __name__ == "__main__":
-    print(search(RefitModel(faults=int(sys.argv[1]), steps=0, committed=True), liveness=True))
+    import time
+
+    args = dict(a.split("=") for a in sys.argv[1:])
+    kinds = frozenset(args.pop("kinds").split(",")) if "kinds" in args else FAULTS
+    without = frozenset(args.pop("without").split("+")) if "without" in args else frozenset()
+    began = time.perf_counter()
+    result = search(RefitModel(kinds=kinds, without=without, **{k: int(v) for k, v in args.items()}), liveness=True)
+    print(result, f"{time.perf_counter() - began:.1f} s")

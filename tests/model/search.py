@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Hashable, Iterator
 from typing import Protocol, TypeVar
@@ -13,6 +14,10 @@ Label = tuple[object, ...]
 """What happened, in words and messages."""
 Move = tuple[Label, World, bool]
 """What happens, the world after it, whether it is a fault."""
+
+
+class TooLarge(RuntimeError):
+    """The search was given up."""
 
 
 class Explorable(Protocol[World]):
@@ -47,17 +52,28 @@ class Result(msgspec.Struct, frozen=True):
         return "\n".join((f"{self.states} states: {self.wrong or 'nothing is wrong'}", *(f"  {x}" for x in self.path)))
 
 
-def search(model: Explorable[World], liveness: bool = False) -> Result:
+def search(model: Explorable[World], liveness: bool = False, most: int | None = None) -> Result:
     """Visit every reachable world, nearest first, up to the first violation.
 
-    With `liveness`, every world must also have a way to a settled one that takes no further fault.
+    With `liveness`, every world must also have a way to a settled one that takes no further fault. Raises `TooLarge`
+    beyond `most` worlds.
     """
+    gc.disable()  # nothing here is ever garbage
+    try:
+        return _search(model, liveness, most)
+    finally:
+        gc.enable()
+
+
+def _search(model: Explorable[World], liveness: bool, most: int | None) -> Result:
     parents: dict[World, tuple[World, Label] | None] = {model.start: None}
     before: dict[World, list[World]] = {}
     frontier = deque([model.start])
     alive: set[World] = set()
     cut = 0
     while frontier:
+        if most is not None and len(parents) > most:
+            raise TooLarge(f"more than {most} worlds")
         world = frontier.popleft()
         if wrong := model.wrong(world):
             return Result(len(parents), cut, wrong, _path(parents, world))

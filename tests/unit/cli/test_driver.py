@@ -86,6 +86,9 @@ class Processes:
     def left(self) -> dict[str, Left]:
         return dict(self.gone)
 
+    def restart(self, name: str, process: object) -> str:
+        raise AssertionError(f"{name} was not to be restarted")
+
     async def wait(self, names: Sequence[str], timeout: float) -> list[str]:
         self.waited.append(list(names))
         await asyncio.sleep(0)

@@ -36,6 +36,7 @@ from contracts.events import (
     EngineFailed,
     EngineLoaded,
     EngineReady,
+    FleetScaled,
     Record,
     RunStarted,
     RunStopping,
@@ -490,3 +491,13 @@ def test_it_takes_no_work_and_needs_no_clock() -> None:
     run = Run(*TO_DRAINING)
     assert (run.core.intake(run.state), run.core.wake(run.state)) == ({}, None)
     assert run.core.step(run.state, Tick(), 1.0) == (run.state, ())
+
+
+@pytest.mark.parametrize("mode", PATHS)
+def test_an_engine_that_the_run_is_scaled_down_by_leaves_once_it_serves_no_more(mode: str) -> None:
+    run = Run(*PATHS[mode], FleetScaled(engines=1))
+    assert not run.core.done(run.state), "engine-0 stays"
+    run.feed(FleetScaled(engines=0))
+    assert run.core.done(run.state) == (mode in ("starting", "uncertain"))
+    run.feed(FleetScaled(engines=1))
+    assert not run.core.done(run.state)

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from actors.refit.core import RefitCore
-from actors.refit.state import FsyncHigh, HighWritten, Log, RefitState
+from actors.refit.state import FsyncHigh, HighWritten, Log, RefitState, Watch
 from config.schema import EngineConfig, GatewayConfig, LaunchConfig, RefitConfig
 from contracts.core import Booted, Delivered, Emit, Raise, Ref, Tick
 from contracts.envelope import STREAM_OF, Envelope
@@ -15,6 +15,7 @@ from contracts.events import (
     ActorBooted,
     EngineDrained,
     EngineFailed,
+    EngineHealth,
     EngineLoaded,
     EngineReady,
     Event,
@@ -47,13 +48,19 @@ class Drive:
         self.state: RefitState = self.core.initial()
         self.now = 1000.0
         self.said: list[Any] = []
+        """What the last step said, but for what it said of the fleet."""
+        self.health: list[EngineHealth] = []
+        self.watched: list[Watch] = []
         self.step(Booted(1))
 
     def step(self, input: Any) -> list[Any]:
         self.state, commands = self.core.step(self.state, input, self.now)
         wake = self.core.wake(self.state)
         assert wake is None or wake > self.now or isinstance(input, Delivered | HighWritten | Booted), "would spin"
-        self.said = list(commands)
+        self.health += [c.event for c in commands if isinstance(c, Emit) and isinstance(c.event, EngineHealth)]
+        self.watched += [c for c in commands if isinstance(c, Watch)]
+        barred = [c for c in commands if not isinstance(c, Watch)]
+        self.said = [c for c in barred if not (isinstance(c, Emit) and isinstance(c.event, EngineHealth))]
         assert sum(isinstance(c, FsyncHigh) for c in commands) <= 1
         return self.said
 
@@ -103,7 +110,7 @@ class Drive:
 
     def fleet(self, version: int = 0, step: int = 0) -> list[Any]:
         """All members become ready, as boot 1."""
-        engines = [engine_ready(n) for n in range(len(self.core._engines))]
+        engines = [engine_ready(n) for n in range(self.core._size)]
         return self.hear(GatewayReady(gateway="gateway-0", boot=1, url="g"), *engines, policy_ready(version, step))
 
     def open(self) -> list[Any]:

@@ -1,0 +1,117 @@
+"""The cores with one mechanism taken out, or several."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from actors.engine.core import EngineCore
+from actors.engine.state import Drained, Lease
+from actors.gateway.core import GatewayCore
+from actors.gateway.state import gate
+from actors.refit.barrier import Barriers
+from actors.refit.core import RefitCore
+from actors.refit.fleet import Fleet
+from actors.refit.state import Barrier, Seat
+from config.schema import EngineConfig, GatewayConfig, LaunchConfig, RefitConfig
+from contracts.events import RefitRequested, TransferStarted
+
+Without = set[str]
+"""What is taken out; shared by all cores of a model, which first come to serve with everything in."""
+
+
+class MutatedBarriers(Barriers):
+    def __init__(self, refit: RefitConfig, fleet: Fleet, without: Without) -> None:
+        super().__init__(refit, fleet, "refit")
+        self._without = without
+
+    def epoch_matches(self, barrier: Barrier, event: Any) -> bool:
+        return "ack epoch" in self._without or super().epoch_matches(barrier, event)
+
+    def seat(self, barrier: Barrier, engine: str, boot: int) -> Seat | None:
+        if "ack boot" in self._without:
+            return next((s for s in barrier.seats if s.engine == engine), None)
+        return super().seat(barrier, engine, boot)
+
+    def digest_accepted(self, offered: str, digest: str) -> bool:
+        return "digest" in self._without or super().digest_accepted(offered, digest)
+
+    def gates_closed(self, barrier: Barrier) -> bool:
+        return "wait for gates" in self._without or super().gates_closed(barrier)
+
+    def engines_drained(self, barrier: Barrier) -> bool:
+        return "wait for drains" in self._without or super().engines_drained(barrier)
+
+    def trainer_booted(self, turn: Any, boot: int) -> None:
+        if "trainer boot" not in self._without:
+            super().trainer_booted(turn, boot)
+
+
+class MutatedEngine(EngineCore):
+    def __init__(self, actor: str, without: Without) -> None:
+        super().__init__(actor, EngineConfig(lease_s=10.0, restarts=1000), REFIT)
+        self._without = without
+
+    def admits(self, state: Any, epoch: int, lease: Lease, now: float) -> bool:
+        if "request epoch" in self._without:
+            epoch = state.epoch
+        if "lease" in self._without:
+            return state.mode == "serving" and epoch == state.epoch
+        if "serving only" in self._without:
+            return lease.confirms(epoch)
+        return super().admits(state, epoch, lease, now)
+
+    def _requested(self, state: Any, event: RefitRequested) -> Any:
+        if "uncertain at boot" in self._without and state.mode == "uncertain":
+            pass
+        after, commands = super()._requested(state, event)
+        if "drain" in self._without and after.mode == "draining":
+            after, more = self._local(after, Drained(after.epoch, 0.0))
+            return after, more
+        return after, commands
+
+    def _started(self, state: Any, part: Any, event: TransferStarted) -> Any:
+        if "drained before load" in self._without and state.mode == "draining":
+            state = replace(state, mode="drained")
+        return super()._started(state, part, event)
+
+    def _local(self, state: Any, input: Any) -> Any:
+        if "result epoch" in self._without and hasattr(input, "epoch"):
+            input = replace(input, epoch=state.epoch)
+        return super()._local(state, input)
+
+    def _failed(self, state: Any, phase: str, error: str, reason: str) -> Any:
+        if "whole loads" in self._without and phase == "receive":
+            from actors.engine.state import Loaded
+
+            return self._loaded(state, Loaded(state.epoch, f"d{state.part.version}", 0.0))
+        return super()._failed(state, phase, error, reason)
+
+
+class MutatedGateway(GatewayCore):
+    def __init__(self, without: Without) -> None:
+        super().__init__("gateway-0", GatewayConfig(retries=1000), REFIT)
+        self._without = without
+
+    def _dispatch(self, state: Any, now: float) -> Any:
+        if "gate" in self._without and state.committed is not None and gate(state) != "open":
+            opened = replace(state, epoch=state.committed.epoch, current=True)
+            after, commands = super()._dispatch(opened, now)
+            return replace(after, epoch=state.epoch, current=state.current), commands
+        return super()._dispatch(state, now)
+
+    def _report(self, state: Any, now: float) -> Any:
+        if "count calls" in self._without and state.drain is not None:
+            after, commands = super()._report(replace(state, calls={}), now)
+            return replace(after, calls=state.calls), commands
+        return super()._report(state, now)
+
+
+REFIT = RefitConfig(failures=1000, retry_backoff_s=1.0, drain_deadline_s=100.0, deadline_s=1000.0, drain="interrupt")
+
+
+def coordinator(engines: int, without: Without) -> RefitCore:
+    core = RefitCore(REFIT, EngineConfig(count=engines), GatewayConfig(), LaunchConfig())
+    core.barriers = MutatedBarriers(REFIT, core.fleet, without)
+    return core
