@@ -16,7 +16,8 @@ import structlog
 
 from config import loading
 from config.schema import RunConfig
-from pipeline import logs, preflight, rundir
+from contracts.core import Entry
+from pipeline import logs, preflight, resuming, rundir
 from pipeline.broker import Broker, BrokerError, Happening, choose
 from pipeline.bus import Bus, BusError, redact
 from pipeline.cluster import Cluster
@@ -31,8 +32,6 @@ from pipeline.view import View
 
 KEPT = 5000
 """Steps, refits and mishaps that the driver's view holds."""
-RESUMABLE = ("launch.", "broker.")
-"""Settings that may change when a run is resumed: no core's decisions depend on them."""
 
 
 def up(recipe: str, overrides: Sequence[str]) -> Exit:
@@ -43,23 +42,21 @@ def up(recipe: str, overrides: Sequence[str]) -> Exit:
     info = rundir.describe(config.name, config, digest)
     path = None if config.run_dir is None else Path(config.run_dir)
     directory = RunDir.create(path, info, loading.dump(config))
-    return Session(config, directory, resumed=False).run()
+    return Session(config, directory).run()
 
 
 def resume(run: str, overrides: Sequence[str]) -> Exit:
     """Go on with a run that was interrupted or failed."""
     directory = RunDir.find(run)
-    fixed = [text for text in overrides if not text.startswith(RESUMABLE)]
-    if fixed:
-        raise PipelineError(
-            f"a resumed run keeps its settings, except {'* and '.join(RESUMABLE)}*: leave out {', '.join(fixed)}",
-            Exit.USAGE,
-        )
+    before = config_of(directory)
     config = _load(str(directory / "config.yaml"), overrides)
+    refused = resuming.refusals(before, config)
+    if refused:
+        raise PipelineError("\n".join(refused), Exit.USAGE)
     preflight.check(config)
     directory.lock()
     directory.update(pid=os.getpid(), ended=None)
-    return Session(config, directory, resumed=True).run()
+    return Session(config, directory, before=before).run()
 
 
 def config_of(run: RunDir) -> RunConfig:
@@ -77,10 +74,12 @@ def _load(recipe: str, overrides: Sequence[str]) -> RunConfig:
 class Session:
     """One driver's life in a run directory that it has locked."""
 
-    def __init__(self, config: RunConfig, directory: RunDir, *, resumed: bool) -> None:
+    def __init__(self, config: RunConfig, directory: RunDir, *, before: RunConfig | None = None) -> None:
+        """`before`: the settings that a resumed run had so far."""
         self._config = config
         self._directory = directory
-        self._resumed = resumed
+        self._before = before
+        self._resumed = before is not None
         self._clock = WallClock()
         self._log = _logger(directory)
         self._reporter = reporter(config, self._log)
@@ -90,17 +89,20 @@ class Session:
 
     def run(self) -> Exit:
         """Broker, actors, report; everything that was started is ended again."""
-        cursors = self._replay() if self._resumed else {}
+        last = self._replay() if self._resumed else {}
+        if self._before is not None and self._config.steps > self._before.steps:
+            self._view.training_finished = False
         done = judge(self._config, self._view, {}, 0.0, 0.0) if self._resumed else None
         if done is not None and done.code is Exit.DONE:
             return self._farewell(done)
         broker = self._broker()
         cluster = self._processes()
         try:
+            last = self._recover(broker, last)
             self._directory.update(redis_url=_shareable(broker.url))
             with self._aside(), self._reporter:
                 cluster.start()
-                verdict = asyncio.run(self._drive(broker, cluster, cursors))
+                verdict = asyncio.run(self._drive(broker, cluster, last))
         except KeyboardInterrupt:
             verdict = Verdict(Exit.INTERRUPTED, "interrupted", "interrupted before the run began")
         except BusError as error:
@@ -118,15 +120,28 @@ class Session:
             return Outside(self._view, self._directory.events)
         return Cluster(self._config, self._directory.path)
 
-    def _replay(self) -> dict[str, str]:
-        """Fold the archive of the earlier sessions; answers how far it reaches."""
+    def _replay(self) -> dict[str, Entry]:
+        """Fold the archive of the earlier sessions; answers the last entry of each stream."""
         from pipeline.eventlog import archived
 
-        cursors: dict[str, str] = {}
+        self._view = View(keep=KEPT)
+        last: dict[str, Entry] = {}
         for entry, envelope in archived(self._directory):
-            cursors[entry.stream] = entry.entry
+            last[entry.stream] = entry
             self._view.apply(envelope)
-        return cursors
+        return last
+
+    def _recover(self, broker: Broker, last: dict[str, Entry]) -> dict[str, Entry]:
+        """Make store and files of a resumed run agree; answers the last entry of each stream that counts."""
+        if self._before is None:
+            return last
+        from pipeline.recovery import recover
+
+        note = self._reporter.note
+        rebuilt = asyncio.run(recover(broker.url, self._directory, self._before, self._config, last, note))
+        if rebuilt:
+            last = self._replay()
+        return last
 
     def _broker(self) -> Broker:
         try:
@@ -150,7 +165,7 @@ class Session:
 
     # --- during ---
 
-    async def _drive(self, broker: Broker, cluster: Cluster | Outside, cursors: dict[str, str]) -> Verdict:
+    async def _drive(self, broker: Broker, cluster: Cluster | Outside, last: dict[str, Entry]) -> Verdict:
         run = self._directory.info().run
         bus = await Bus.connect(broker.url, run, actor="driver", outage_s=self._config.broker.outage_s)
         loop = asyncio.get_running_loop()
@@ -164,6 +179,7 @@ class Session:
             if self._config.launch.mode == "external":
                 self._reporter.note("waiting for actors", each=f"pipeline actor NAME --run {self._directory.path}")
             digest = loading.digest(self._config)
+            cursors = {stream: entry.entry for stream, entry in last.items()}
             return await driver.run(broker.url, digest, cursors, resumed=self._resumed)
         finally:
             for number in (signal.SIGINT, signal.SIGTERM):

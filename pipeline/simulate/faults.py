@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from pipeline.simulate.process import SimActor, Trap
+from pipeline.simulate.rebuilt import rebuilt
 from pipeline.simulate.shells import EngineSim, RefitSim, TrainerSim
 from pipeline.simulate.store import MemoryStore
 
@@ -28,6 +29,8 @@ class Faults(msgspec.Struct, frozen=True):
     comes back whole. `leaps`: an actor's monotonic clock jumps ahead. `skew_s`: every start of a process finds the wall
     clock off by up to this much. `blackouts`: everything is killed at once, the last `lost_s` seconds at most of the
     store are lost (0: appendfsync always), and the run is resumed. `rewinds`: the same loss while the actors live on.
+    `wipes`: everything is killed and the store is lost altogether; the resume rebuilds it from the archive, which lacks
+    up to `behind` of the last events and of each journal's records.
     """
 
     kills: int = 0
@@ -46,6 +49,8 @@ class Faults(msgspec.Struct, frozen=True):
     blackouts: int = 0
     rewinds: int = 0
     lost_s: float = 0.0
+    wipes: int = 0
+    behind: int = 30
     window_s: float = 15.0
 
 
@@ -76,6 +81,8 @@ def schedule(world: World, faults: Faults) -> None:
         at(partial(_redeliver, world))
     for _ in range(faults.outages):
         at(partial(world.outage, world.draw(faults.outage_s)))
+    for _ in range(faults.wipes):
+        at(partial(_wipe, world, faults.behind, world.draw(faults.outage_s)))
     for strike in (*[_blackout] * faults.blackouts, *[_rewind] * faults.rewinds):
         _lose(world, faults, strike)
 
@@ -108,7 +115,18 @@ def _blackout(world: World, earlier: MemoryStore, seconds: float) -> None:
     """The machine loses power and is started again; then `pipeline up --resume`."""
     for actor in world.actors.values():
         actor.perish()
-    world.lose(earlier, seconds)
+    _resume(world, earlier, seconds)
+
+
+def _wipe(world: World, behind: int, seconds: float) -> None:
+    """The machine is lost but for its run directory; then `pipeline up --resume`."""
+    for actor in world.actors.values():
+        actor.perish()
+    _resume(world, rebuilt(world, behind), seconds)
+
+
+def _resume(world: World, store: MemoryStore, seconds: float) -> None:
+    world.lose(store, seconds)
     repair(world)
     for actor in world.actors.values():
         world.later(seconds + world.draw(world.pace.restart), actor.boot_again())

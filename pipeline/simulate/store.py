@@ -54,6 +54,8 @@ class MemoryStore:
         self.snapshots: dict[str, tuple[int, bytes]] = {}
         self.cursors: dict[str, dict[str, str]] = defaultdict(dict)
         self.payloads: dict[str, bytes] = {}
+        self.archived: dict[str, bytes] = {}
+        """Every payload that ever was."""
         self.replies: dict[str, tuple[int, tuple[str, ...]]] = {}
         self.log: list[Entry] = []
         self.now = 0.0
@@ -63,7 +65,7 @@ class MemoryStore:
         other = MemoryStore()
         for name, stream in self.streams.items():
             other.streams[name] = stream.copy()
-        for field in ("boots", "seqs", "registers", "raised_at", "snapshots", "payloads", "replies"):
+        for field in ("boots", "seqs", "registers", "raised_at", "snapshots", "payloads", "archived", "replies"):
             getattr(other, field).update(getattr(self, field))
         for actor, records in self.journals.items():
             other.journals[actor] = list(records)
@@ -102,6 +104,7 @@ class MemoryStore:
         self.registers.update(commit.registers)
         self.raised_at.update((name, self.now) for name, _ in commit.registers)
         self.payloads.update(commit.payloads)
+        self.archived.update(commit.payloads)
         for key in commit.releases:
             self.payloads.pop(key, None)
         for ack in commit.acks:

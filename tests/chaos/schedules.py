@@ -4,7 +4,8 @@
     python -m tests.chaos.schedules --seed 17 --mode safety  one of them again, and its log with --out DIR
 
 Safety: faults of every kind never stop, and at any moment no promise may be broken, whether or not the run gets
-anywhere. Liveness: the faults stop after `CALM_S`, and the run must then end by itself with every step trained. The
+anywhere. Liveness: the faults stop after `CALM_S`, and the run must then end by itself with every step trained; clocks
+stay as far apart as they came, which is less than a refit's deadline. The
 promises are those of `pipeline verify`, besides what the simulated components watch themselves.
 """
 
@@ -81,10 +82,12 @@ def faults(seed: int, mode: str) -> Faults:
         deaf=random.randint(0, 4),
         redeliveries=random.randint(0, 8),
         outages=random.randint(0, 2),
-        leaps=random.randint(0, 3),
-        skew_s=random.choice((0.0, 0.1, 1.5)),
+        leaps=random.randint(0, 2),
+        leap_s=(0.1, 1.0) if mode == "liveness" else (0.1, 30.0),
+        skew_s=random.choice((0.0, 0.1, 1.0)),
         blackouts=0 if rewinds else random.choice((0, 0, 1, 2)),
         rewinds=rewinds,
+        wipes=0 if rewinds else random.choice((0, 0, 1)),
         lost_s=1.0 if rewinds else random.choice((0.0, 0.5, 1.0)),
         window_s=CALM_S if mode == "liveness" else STORM_S,
     )

@@ -72,6 +72,12 @@ def test_after_a_loss_of_power_a_store_that_lost_its_last_second_goes_on_consist
     assert result.ok, (result.halted, result.finished, result.findings[:3], result.trained)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_store_that_is_lost_altogether_is_rebuilt_from_an_archive_that_ends_anywhere(seed: int):
+    result = simulate(config(seed), seed, Faults(kills=4, wipes=2, window_s=8.0))
+    assert result.ok, (result.halted, result.finished, result.findings[:3], result.trained)
+
+
 def test_a_store_that_went_back_under_live_actors_halts_the_run_and_says_why():
     results = [simulate(config(seed), seed, Faults(rewinds=1, lost_s=1.0, window_s=5.0)) for seed in range(4)]
     said = [result.halted for result in results if not result.ok]
@@ -88,8 +94,8 @@ def test_a_trainer_that_takes_a_batch_twice_is_found(monkeypatch: pytest.MonkeyP
         return self._next(state, now) if state.phase == "idle" else (state, ())
 
     monkeypatch.setattr(TrainerCore, "_batch", careless)
-    result, problem = play(0, "safety")
-    assert problem is not None
+    result = simulate(config(0), 0, Faults(kills=6, redeliveries=30, window_s=6.0), limit_s=20.0)
+    assert not result.safe
     assert "trained-once" in {finding.rule for finding in result.findings}
 
 

@@ -165,9 +165,11 @@ def test_a_complete_run_is_not_started_again(make_run: Callable[..., RunDir]) ->
 
 def test_a_resumed_run_keeps_its_settings(make_run: Callable[..., RunDir]) -> None:
     run = make_run(trained(2))
-    result = call("up", "--resume", str(run.path), "launch.restarts=3", "steps=900")
+    result = call("up", "--resume", str(run.path), "launch.restarts=3", "steps=900", "seed=5", "buffer.groups=7")
     assert result.exit_code == Exit.USAGE
-    assert "leave out steps=900" in result.output
+    assert "seed=5: a resumed run keeps seed=0" in result.output
+    assert "buffer.groups=7: a resumed run keeps buffer.groups=" in result.output
+    assert "steps" not in result.output
     assert "leave out 'quickstart'" in call("up", "quickstart", "--resume", str(run.path)).output
 
 

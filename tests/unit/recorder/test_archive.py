@@ -11,7 +11,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.recorder.archive import ArchiveBusy, ArchiveError, Writer, read, read_index
+from actors.recorder import archive
+from actors.recorder.archive import ArchiveBusy, ArchiveError, Writer, cut, read, read_index
 from contracts.core import Entry
 
 
@@ -176,3 +177,80 @@ def test_records_survive_a_kill_once_flushed(tmp_path: Path) -> None:
     assert ended.returncode == -9
     assert list(read(tmp_path)) == entries(60)
     Writer(tmp_path, 0.0).close(0.0)
+
+
+def test_a_torn_end_is_read_up_to_the_frame_before_wherever_it_is_torn(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, 0.0)
+    fill(writer, entries(20))
+    whole = writer.flush(0.0)
+    fill(writer, entries(5, start=20))
+    frame = writer.flush(0.0)
+    crash(writer)
+    path = tmp_path / "000001.zst"
+    data = path.read_bytes()
+    assert len(data) == whole + frame
+    for size in range(whole, whole + frame):
+        path.write_bytes(data[:size])
+        assert list(read(tmp_path)) == entries(20), size
+    path.write_bytes(data)
+    assert list(read(tmp_path)) == entries(25)
+
+
+# --- cutting ---
+
+
+def test_a_cut_takes_out_what_lies_behind_it_and_nothing_else(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, 0.0)
+    for start in (0, 10, 20):
+        fill(writer, entries(10, start=start))
+        fill(writer, entries(10, "control", start=start))
+        writer.rotate(0.0)
+    assert cut(tmp_path, {"policy": 1014}) == 15
+    assert list(read(tmp_path, {"policy"})) == entries(15)
+    assert list(read(tmp_path, {"control"})) == entries(30, "control")
+    writer.close(0.0)
+    again = Writer(tmp_path, 0.0)
+    assert again.last == {"policy": "1014-0", "control": "1029-0"}
+    fill(again, entries(3, start=15))
+    again.close(0.0)
+    assert list(read(tmp_path, {"policy"})) == entries(18)
+
+
+def test_a_cut_of_nothing_leaves_the_files_as_they_are(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, 0.0)
+    fill(writer, entries(10))
+    writer.close(0.0)
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert cut(tmp_path, {"policy": 1009, "control": 0}) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_a_cut_that_dies_leaves_the_old_archive_or_the_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = Writer(tmp_path, 0.0)
+    fill(writer, entries(10))
+    writer.close(0.0)
+
+    def dies(*_: object) -> None:
+        raise OSError("no space")
+
+    monkeypatch.setattr(archive, "_write_index", dies)
+    with pytest.raises(OSError, match="no space"):
+        cut(tmp_path, {"policy": 1004})
+    assert list(read(tmp_path)) == entries(10)
+    monkeypatch.undo()
+    monkeypatch.setattr(Path, "unlink", dies)
+    with pytest.raises(OSError, match="no space"):
+        cut(tmp_path, {"policy": 1004})
+    assert list(read(tmp_path)) == entries(5)
+    Writer(tmp_path, 0.0).close(0.0)
+    assert list(read(tmp_path)) == entries(5)
+
+
+def test_what_was_cut_may_be_cut_again(tmp_path: Path) -> None:
+    writer = Writer(tmp_path, 0.0)
+    fill(writer, entries(10))
+    writer.close(0.0)
+    assert cut(tmp_path, {"policy": 1004}) == 5
+    assert cut(tmp_path, {"policy": 1002}) == 2
+    assert cut(tmp_path, {"policy": 0}) == 3
+    assert list(read(tmp_path)) == []

@@ -92,3 +92,16 @@ def test_pruning_never_deletes_the_newest(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"checkpoint\.keep=0"):
         checkpoint.prune(tmp_path, 0)
     assert checkpoint.prune(tmp_path, 3) == []
+
+
+def test_checkpoints_that_a_log_does_not_know_are_moved_out_of_the_way(tmp_path: Path) -> None:
+    for version in (3, 4, 5):
+        save(tmp_path, version)
+    moved = checkpoint.set_aside(tmp_path, 3)
+    assert [path.name[:17] for path in moved] == ["aside-v0000000004", "aside-v0000000005"]
+    assert all(path.is_dir() for path in moved)
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None
+    assert newest.name.startswith("v0000000003")
+    save(tmp_path, 4)
+    assert checkpoint.set_aside(tmp_path, 3) == moved[:1]
