@@ -15,6 +15,7 @@ from actors.recorder.ordering import number
 from contracts import events
 from contracts.envelope import Envelope
 from contracts.events import Event, Provenance
+from pipeline.dead import REQUEUED
 from pipeline.rundir import RunDir
 
 
@@ -72,7 +73,7 @@ class Verifier:
         self._quarantines = 0
 
     def apply(self, envelope: Envelope[Event]) -> None:
-        """Consume one event."""
+        """Consume one event. A requeued one repeats an event that was seen already."""
         self._events += 1
         self._event = envelope.id
         if envelope.id in self._ids:
@@ -84,6 +85,8 @@ class Verifier:
                     "fencing", f"{envelope.actor} boot {envelope.boot} spoke after boot {self._boots[envelope.actor]}"
                 )
             self._boots[envelope.actor] = max(self._boots[envelope.actor], envelope.boot)
+        if REQUEUED in envelope.id:
+            return
         handler = getattr(self, "_on_" + events.kind(envelope.body).replace(".", "_"), None)
         if handler is not None:
             handler(envelope.body)

@@ -21,6 +21,7 @@ from pipeline.bus.errors import (
     TooLarge,
 )
 from pipeline.bus.keys import Keys
+from pipeline.bus.letters import Letter
 from pipeline.bus.link import probe
 from pipeline.bus.model import (
     Claimed,
@@ -48,6 +49,7 @@ __all__ = [
     "Keys",
     "Lease",
     "LeaseLostError",
+    "Letter",
     "Limits",
     "PayloadMissing",
     "Position",

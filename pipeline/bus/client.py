@@ -19,6 +19,7 @@ from pipeline.bus.errors import (
     TooLarge,
 )
 from pipeline.bus.keys import Keys
+from pipeline.bus.letters import DeadLetters
 from pipeline.bus.link import Link
 from pipeline.bus.lua import Key
 from pipeline.bus.model import Claimed, Commit, Committed, Depth, Inputs, Lease, Limits, Trimmed, WorkEntry
@@ -48,6 +49,7 @@ class Bus:
         self.limits = limits
         self._link = link
         self._reader = Reader(link, self.keys, actor)
+        self.dead = DeadLetters(link, self.keys)
 
     @classmethod
     async def connect(

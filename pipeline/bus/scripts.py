@@ -226,6 +226,17 @@ def bury(
 
 
 @script
+def requeue(order: Key, stream: Key, dead: Key, id: str, data: bytes) -> bytes | None:
+    """
+    -- Move a dead letter back, as a new entry of its stream that holds `data`; answers its id.
+    -- Answers nil if the letter is gone: somebody else has requeued or dropped it.
+    if redis.call('XDEL', dead, id) == 0 then return false end
+    return redis.call('XADD', stream, string.format('%.0f-0', redis.call('INCR', order)), 'e', data)
+    """
+    ...
+
+
+@script
 def trim(
     stream: Key, cursors: Key, suffix: str, floor: str, readers: Sequence[str], snapshots: Sequence[Key]
 ) -> list[Any]:

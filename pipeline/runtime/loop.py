@@ -91,12 +91,13 @@ class Runtime:
         boot, committed = await self.bus.boot()
         snapshot = await self.bus.snapshot()
         start = 0 if snapshot is None else snapshot[0]
-        seq, state = Journal(self.core).fold(snapshot, await self.bus.journal(after=start))
+        records = await self.bus.journal(after=start)
+        seq, state = Journal(self.core).fold(snapshot, records)
         if seq != committed:
             raise RuntimeError(f"journal of {self.actor} ends at {seq}, the store committed {committed}")
         identity = Identity(self.run_id, self.actor, boot, socket.gethostname(), os.getpid())
         machine = Machine(self.core, identity, self.clock, self._payload, seq, state)
-        machine.snapshot_seq = start
+        machine.restored(snapshot, records)
         stored = await self.bus.cursors()
         machine.cursors.update({stream: entry for stream, entry in stored.items() if stream in machine.cursors})
         self._seen, self._stored = dict(machine.cursors), dict(machine.cursors)

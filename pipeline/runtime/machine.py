@@ -16,7 +16,11 @@ from pipeline.runtime.journal import Journal
 GROUP = "readers"
 """Consumer group of every work stream."""
 SNAPSHOT_EVERY = 2000
-"""Inputs between snapshots of a core's state."""
+"""Most inputs between snapshots of a core's state."""
+SNAPSHOT_BYTES = 1 << 20
+"""Most bytes of journal between them, unless the state itself is large."""
+SNAPSHOT_SHARE = 4
+"""Bytes of journal that a byte of snapshot must be worth."""
 
 
 class Identity(msgspec.Struct, frozen=True):
@@ -48,13 +52,31 @@ class Machine:
         self.state = state
         self.epoch = 0
         self.snapshot_seq = 0
+        self.snapshot_bytes = 0
+        """Size of the last snapshot."""
+        self.journal_bytes = 0
+        """Of the journal behind it."""
         self.cursors: dict[str, str] = dict.fromkeys(core.watch, "0-0")
 
     def settle(self, attempt: Attempt) -> None:
         """The commit of `attempt` was applied."""
         self.state, self.seq, self.cursors = attempt.state, attempt.seq, attempt.cursors
+        self.journal_bytes += sum(map(len, attempt.commit.journal))
         if attempt.commit.snapshot is not None:
-            self.snapshot_seq = attempt.seq
+            self.snapshot_seq, self.snapshot_bytes = attempt.seq, len(attempt.commit.snapshot)
+            self.journal_bytes = 0
+
+    def restored(self, snapshot: tuple[int, bytes] | None, records: Sequence[bytes]) -> None:
+        """The state was folded from these."""
+        if snapshot is not None:
+            self.snapshot_seq, self.snapshot_bytes = snapshot[0], len(snapshot[1])
+        self.journal_bytes = sum(map(len, records))
+
+    def snapshot_due(self, seq: int, records: Sequence[bytes]) -> bool:
+        """Whether the state after `seq` is to be saved, with `records` about to be journalled."""
+        size = self.journal_bytes + sum(map(len, records))
+        large = size >= max(SNAPSHOT_BYTES, SNAPSHOT_SHARE * self.snapshot_bytes)
+        return large or seq - self.snapshot_seq >= SNAPSHOT_EVERY
 
     def envelope(self, id: str, event: Any, cause: str | None = None, correlation: str | None = None) -> Envelope[Any]:
         """The envelope of an event that this boot emits now."""
@@ -158,7 +180,7 @@ class Attempt:
     def _build(self) -> Commit:
         machine = self._machine
         snapshot = None
-        if self.seq - machine.snapshot_seq >= SNAPSHOT_EVERY:
+        if machine.snapshot_due(self.seq, self._journal):
             snapshot = machine.journal.snapshot(self.state)
         return Commit(
             boot=machine.identity.boot,

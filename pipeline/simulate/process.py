@@ -98,7 +98,7 @@ class SimActor:
         assert seq == committed, f"{self.name}: journal ends at {seq}, store committed {committed}"
         identity = Identity(self.world.run_id, self.name, number, "sim", number)
         self.machine = Machine(self.core, identity, self, self.shell.payload, seq, state)
-        self.machine.snapshot_seq = 0 if snapshot is None else snapshot[0]
+        self.machine.restored(snapshot, store.journals[self.name])
         self.machine.cursors.update(store.cursors[self.name])
         self._seen = dict(self.machine.cursors)
         self._queued = dict.fromkeys(self.core.work, 0)

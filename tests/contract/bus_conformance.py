@@ -24,6 +24,7 @@ from pipeline.bus import (
     Inputs,
     Lease,
     LeaseLostError,
+    Letter,
     Limits,
     PayloadMissing,
     Position,
@@ -31,6 +32,7 @@ from pipeline.bus import (
     SequenceConflict,
     TooLarge,
     client,
+    letters,
     reading,
 )
 
@@ -447,6 +449,21 @@ async def test_a_buried_entry_is_in_the_dead_letter_stream_and_acked(store: Stor
     with pytest.raises(LeaseLostError):
         await bus.bury("tasks", GROUP, task, reason="again", now=14.0)
     assert await store.command("XLEN", "{dead:tasks}") == 2
+
+
+async def test_a_dead_letter_is_requeued_or_dropped_once(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(letters, "PAGE", 2)
+    bus, _, tasks = await working(store, "a", entries=3)
+    for number, task in enumerate(tasks):
+        await bus.bury("tasks", GROUP, task, reason=f"reason {number}", now=2.5)
+    first, second, third = await bus.dead.read("tasks")
+    assert first == Letter("tasks", first.entry, tasks[0], "reason 0", 2.5, 1, b"task 0")
+    again = await bus.dead.requeue("tasks", first.entry, b"changed")
+    assert [(e.entry, e.data) for e in await bus.read_work({"tasks": 9}, GROUP, block_ms=None)] == [(again, b"changed")]
+    assert await bus.dead.requeue("tasks", first.entry, b"changed") is None
+    assert await bus.read_work({"tasks": 9}, GROUP, block_ms=None) == []
+    assert (await bus.dead.drop("tasks", second.entry), await bus.dead.drop("tasks", second.entry)) == (True, False)
+    assert await bus.dead.read("tasks") == [third]
 
 
 async def test_a_dead_letter_stream_keeps_the_newest(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
