@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,6 +18,7 @@ import msgspec
 from aiohttp import web
 
 from actors.engine.client import CallError, HttpEngineClient
+from actors.network import address_of
 
 ABORT_EVERY_S = 0.5
 """Aborts are repeated: one that comes before its request is lost."""
@@ -156,7 +156,7 @@ class Proxy:
     async def start(self, host: str) -> str:
         """Listen at a free port of `host` (`auto`: this node's address); answers the URL. Raises OSError."""
         await self._runner.setup()
-        address = socket.gethostbyname(socket.gethostname()) if host == "auto" else host
+        address = address_of(host)
         await web.TCPSite(self._runner, address, 0, backlog=1024).start()
         return f"http://{address}:{self._runner.addresses[0][1]}"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import socket
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Annotated, Any, TypeVar
 
@@ -27,6 +26,7 @@ from actors.gateway.openai import (
 )
 from actors.gateway.tokens import Tokens
 from actors.gateway.upstream import Job
+from actors.network import address_of
 from config.schema import GatewayConfig
 from contracts.core import Clock, Fatal
 
@@ -105,7 +105,7 @@ class Server:
     async def start(self, host: str, patient: bool) -> str:
         """Bind and listen; answers the URL. `patient` waits a little for a port in use. Raises `Fatal`."""
         await self._runner.setup()
-        address = own_address() if host == "auto" else host
+        address = address_of(host)
         give_up_at = self._clock.now() + BIND_DEADLINE_S
         while True:
             try:
@@ -248,11 +248,6 @@ class Server:
 
     async def _report(self, request: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(self._status()), content_type=_JSON)
-
-
-def own_address() -> str:
-    """The address under which other hosts reach this one."""
-    return socket.gethostbyname(socket.gethostname())
 
 
 def _parse(data: bytes) -> GenerateForm:

@@ -2,7 +2,8 @@
 
 bus = await Bus.connect(url, run, actor="collector-0")
 boot, seq = await bus.boot()
-inputs = await bus.read_inputs({"tasks": 4}, cursors, "readers", block_ms=1000)
+work = await bus.read_work({"tasks": 4}, "readers", block_ms=1000)
+events = await bus.read_after(cursors, block_ms=None, count=256)
 await bus.commit(Commit(boot=boot, seq_from=seq, seq_to=seq + 1, journal=[record], adds=[("trajectories", data)]))
 """
 
@@ -28,7 +29,6 @@ from pipeline.bus.model import (
     Commit,
     Committed,
     Depth,
-    Inputs,
     Lease,
     Limits,
     Position,
@@ -45,7 +45,6 @@ __all__ = [
     "Committed",
     "Depth",
     "Fenced",
-    "Inputs",
     "Keys",
     "Lease",
     "LeaseLostError",

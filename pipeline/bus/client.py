@@ -22,7 +22,7 @@ from pipeline.bus.keys import Keys
 from pipeline.bus.letters import DeadLetters
 from pipeline.bus.link import Link
 from pipeline.bus.lua import Key
-from pipeline.bus.model import Claimed, Commit, Committed, Depth, Inputs, Lease, Limits, Trimmed, WorkEntry
+from pipeline.bus.model import Claimed, Commit, Committed, Depth, Lease, Limits, Trimmed, WorkEntry
 from pipeline.bus.reading import Reader
 
 DEFAULT_LIMITS = Limits()
@@ -232,16 +232,6 @@ class Bus:
         Entries of one stream come in its order; streams are merged by the store's time in milliseconds.
         """
         return await self._reader.after(cursors, block_ms or 0, count)
-
-    async def read_inputs(
-        self, counts: Mapping[str, int], cursors: Mapping[str, str], group: str, *, block_ms: int | None
-    ) -> Inputs:
-        """Broadcast events behind `cursors` and up to `counts[stream]` work entries, whichever comes first.
-
-        Every broadcast event that was stored before a returned work entry is in `events` of this or an earlier call,
-        provided that `cursors` are the last ids returned. Waits without polling; one call at a time.
-        """
-        return await self._reader.inputs(counts, cursors, group, block_ms or 0)
 
     async def trim(self, stream: str, floor: str, readers: Sequence[str] = ()) -> Trimmed:
         """Delete entries below `floor` that every reader is done with.

@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import msgspec
 
-from contracts.core import Entry
-
 
 class Limits(msgspec.Struct, frozen=True):
     """Sizes checked before anything is sent, in bytes."""
@@ -81,13 +79,6 @@ class Claimed(msgspec.Struct, frozen=True):
 
     entries: list[WorkEntry]
     deleted: list[str]
-
-
-class Inputs(msgspec.Struct, frozen=True):
-    """One reading. Feed `events` first: they hold every broadcast event that was stored before any entry of `work`."""
-
-    events: list[Entry]
-    work: list[WorkEntry]
 
 
 class Trimmed(msgspec.Struct, frozen=True):

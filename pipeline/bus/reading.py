@@ -1,10 +1,9 @@
-"""Reading: work entries, broadcast entries, and both at once in an order that respects causes."""
+"""Reading: work entries and broadcast entries."""
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -13,10 +12,8 @@ from pipeline.bus import scripts
 from pipeline.bus.keys import Keys
 from pipeline.bus.link import Link
 from pipeline.bus.lua import Key
-from pipeline.bus.model import Claimed, Inputs, WorkEntry
+from pipeline.bus.model import Claimed, WorkEntry
 
-PAGE = 256
-"""Broadcast entries of one stream taken by one command in `inputs`."""
 _LOST: Any = object()
 
 
@@ -147,74 +144,6 @@ class Reader:
         ]
         entries.sort(key=_millisecond)
         return entries
-
-    # --- both ---
-
-    async def inputs(self, counts: Mapping[str, int], cursors: Mapping[str, str], group: str, block_ms: int) -> Inputs:
-        """See `Bus.read_inputs`.
-
-        Work is taken without blocking and the broadcast streams are read after it in the same round trip: what was
-        stored before a work entry is therefore in this reply. To wait, one plain read blocks on all streams at once; on
-        a work stream it starts at the tip seen before the group had nothing left, so no entry is missed.
-        """
-        wanted = {stream: count for stream, count in counts.items() if count > 0}
-        deadline = time.monotonic() + block_ms / 1000
-        if not wanted and not cursors:
-            await asyncio.sleep(block_ms / 1000)
-            return Inputs([], [])
-        while True:
-            tips, found = await self._sweep(wanted, cursors, group)
-            left_ms = int((deadline - time.monotonic()) * 1000)
-            if found.events or found.work or left_ms <= 0:
-                return found
-            woken = await self.after({**cursors, **tips}, left_ms, PAGE)
-            if woken and all(entry.stream in cursors for entry in woken):
-                return Inputs(woken, [])
-
-    async def _sweep(
-        self, wanted: Mapping[str, int], cursors: Mapping[str, str], group: str
-    ) -> tuple[dict[str, str], Inputs]:
-        """Everything there is, without waiting, and the tip of each work stream as it was before its group was read."""
-        work: list[WorkEntry] = []
-        replies: Any = _LOST
-        room = wanted
-        while replies is _LOST:
-            work += await self._again(room, group)
-            taken = Counter(entry.stream for entry in work)
-            room = {stream: count - taken[stream] for stream, count in wanted.items() if count > taken[stream]}
-            commands = self._commands(room, cursors, group)
-            replies = await self._sure(room, group, lambda commands=commands: self._link.batch(commands))
-        events = await self._rest(self._events(replies.pop()), cursors) if cursors else []
-        for reply in replies[1::2]:
-            work += self._delivered(reply, group)
-        tips = {stream: tip[0][0].decode() if tip else "0-0" for stream, tip in zip(room, replies[::2], strict=True)}
-        return tips, Inputs(events, work)
-
-    def _commands(self, room: Mapping[str, int], cursors: Mapping[str, str], group: str) -> list[list[Any]]:
-        """For each work stream its tip and a group read, then one read of all broadcast streams."""
-        commands: list[list[Any]] = []
-        for stream, count in room.items():
-            commands.append(["XREVRANGE", self._keys.stream(stream), "+", "-", "COUNT", 1])
-            commands.append(self._group_read([stream], group, count, 0))
-        if cursors:
-            commands.append(self._read(cursors, 0, PAGE))
-        return commands
-
-    async def _rest(self, events: list[Entry], cursors: Mapping[str, str]) -> list[Entry]:
-        """Read on where a full page says that there may be more."""
-        page = events
-        while True:
-            counts: dict[str, int] = defaultdict(int)
-            last: dict[str, str] = {}
-            for entry in page:
-                counts[entry.stream] += 1
-                last[entry.stream] = entry.entry
-            full = {stream: last[stream] for stream in cursors if counts[stream] == PAGE}
-            if not full:
-                break
-            page = await self.after(full, 0, PAGE)
-            events = events + page
-        return sorted(events, key=_millisecond)
 
 
 def _millisecond(entry: Entry) -> int:

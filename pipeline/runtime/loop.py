@@ -230,7 +230,7 @@ class Runtime:
         """Append an event that no step of the core asked for."""
         self._announced += 1
         envelope = self.machine.envelope(f"{self.actor}:{self.machine.identity.boot}+{self._announced}", event)
-        self.log.warning("announced", kind=kind(event), **msgspec.to_builtins(event))
+        self.log.warning("announced", kind=kind(event), **msgspec.structs.asdict(event))
         await self.bus.post(STREAM_OF[type(event)], encode(envelope))
 
     async def _keep(self) -> None:
@@ -240,8 +240,8 @@ class Runtime:
             for stream in self.core.work:
                 mine = [ref.entry for ref in self._held if ref.stream == stream]
                 lost = await self.bus.renew(stream, GROUP, mine) if mine else []
-                if lost:
-                    refs = tuple(Ref(stream, entry) for entry in lost)
+                refs = tuple(ref for entry in lost if (ref := Ref(stream, entry)) in self._held)
+                if refs:
                     self._held.difference_update(refs)
                     self.push([LeaseLost(refs)])
                 room = self._intake().get(stream, 0)

@@ -21,7 +21,6 @@ from pipeline.bus import (
     Commit,
     Depth,
     Fenced,
-    Inputs,
     Lease,
     LeaseLostError,
     Letter,
@@ -33,7 +32,6 @@ from pipeline.bus import (
     TooLarge,
     client,
     letters,
-    reading,
 )
 
 GROUP = "readers"
@@ -325,12 +323,12 @@ async def test_a_key_of_another_type_is_an_error_that_says_what_to_do(store: Sto
 async def test_a_missing_group_is_an_error_that_says_what_to_do(store: Store) -> None:
     bus = await store.bus("a")
     with pytest.raises(BusError, match="store was emptied under the run"):
-        await bus.read_inputs({"tasks": 1}, {}, GROUP, block_ms=None)
+        await bus.read_work({"tasks": 1}, GROUP, block_ms=None)
     await bus.ensure_group("tasks", GROUP)
-    await bus.read_inputs({"tasks": 1}, {}, GROUP, block_ms=None)
+    await bus.read_work({"tasks": 1}, GROUP, block_ms=None)
     await store.command("XGROUP", "DESTROY", "{tasks}", GROUP)
     with pytest.raises(BusError, match="store was emptied under the run"):
-        await bus.read_inputs({"tasks": 1}, {}, GROUP, block_ms=None)
+        await bus.read_work({"tasks": 1}, GROUP, block_ms=None)
 
 
 async def test_after_a_boot_own_unfinished_entries_come_first(store: Store) -> None:
@@ -357,7 +355,6 @@ async def test_streams_with_no_room_are_not_read(store: Store) -> None:
     bus, _, _ = await working(store, "a")
     await bus.post("tasks", b"x")
     assert await bus.read_work({"tasks": 0}, GROUP, block_ms=None) == []
-    assert await bus.read_inputs({"tasks": 0}, {}, GROUP, block_ms=None) == Inputs([], [])
 
 
 async def test_several_work_streams_are_read_at_once(store: Store) -> None:
@@ -494,77 +491,6 @@ async def test_streams_are_merged_by_the_time_of_the_store(store: Store) -> None
         await store.command("XADD", f"{{{stream}}}", f"{number + 1}-0", "e", f"{number}")
     found = await bus.read_after({"fleet": START, "news": START}, block_ms=None, count=9)
     assert [e.data for e in found] == [b"0", b"1", b"2", b"3"]
-
-
-async def test_events_stored_before_a_work_entry_are_read_before_it(store: Store) -> None:
-    bus, _, _ = await working(store, "a")
-    for number in range(3):
-        await bus.post("news", f"{number}".encode())
-    await bus.post("tasks", b"task")
-    await bus.post("news", b"3")
-    found = await bus.read_inputs({"tasks": 5}, {"news": START}, GROUP, block_ms=5000)
-    assert [e.data for e in found.work] == [b"task"]
-    assert [e.data for e in found.events] == [b"0", b"1", b"2", b"3"]
-
-
-async def test_no_event_is_left_behind_a_work_entry_by_the_size_of_a_page(
-    store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reading, "PAGE", 3)
-    bus, _, _ = await working(store, "a")
-    for number in range(8):
-        await bus.post("news" if number < 7 else "fleet", f"{number}".encode())
-    await bus.post("tasks", b"task")
-    found = await bus.read_inputs({"tasks": 5}, {"fleet": START, "news": START}, GROUP, block_ms=None)
-    assert sorted(e.data for e in found.events) == [f"{number}".encode() for number in range(8)]
-    assert len(found.work) == 1
-
-
-async def test_after_a_boot_events_come_before_own_unfinished_work(store: Store) -> None:
-    _, _, tasks = await working(store, "a", entries=2)
-    again = await store.bus("a")
-    await again.post("news", b"x")
-    await again.post("tasks", b"third")
-    await again.post("tasks", b"fourth")
-    found = await again.read_inputs({"tasks": 3}, {"news": START}, GROUP, block_ms=None)
-    assert [e.data for e in found.events] == [b"x"]
-    assert [(e.data, e.deliveries > 1) for e in found.work] == [(b"task 0", True), (b"task 1", True), (b"third", False)]
-    assert [e.entry for e in found.work][:2] == tasks
-    full = await (await store.bus("a")).read_inputs({"tasks": 3}, {}, GROUP, block_ms=None)
-    assert len(full.work) == 3
-
-
-@pytest.mark.parametrize("stream", ["news", "tasks"])
-async def test_a_blocked_reading_wakes_for_either_kind(store: Store, stream: str) -> None:
-    bus, _, _ = await working(store, "a")
-    await bus.read_inputs({"tasks": 1}, {"news": START}, GROUP, block_ms=None)
-    waiting = asyncio.create_task(bus.read_inputs({"tasks": 1}, {"news": START}, GROUP, block_ms=5000))
-    await asyncio.sleep(0.05)
-    await (await store.bus("b")).post(stream, b"x")
-    found = await waiting
-    assert [e.stream for e in [*found.events, *found.work]] == [stream]
-
-
-async def test_a_blocked_reading_waits_on_when_another_reader_took_the_work(store: Store) -> None:
-    bus, _, _ = await working(store, "a")
-    waiting = asyncio.create_task(bus.read_inputs({"tasks": 1}, {"news": START}, GROUP, block_ms=400))
-    await asyncio.sleep(0.05)
-    b = await store.bus("b")
-    await b.post("tasks", b"x")
-    await b.read_work({"tasks": 1}, GROUP, block_ms=None)
-    await b.post("tasks", b"y")
-    found = await waiting
-    taken = await b.read_work({"tasks": 1}, GROUP, block_ms=None)
-    assert len(found.work) + len(taken) <= 2
-    assert {e.data for e in [*found.work, *taken]} <= {b"x", b"y"}
-
-
-async def test_a_reading_that_has_nothing_to_read_waits(store: Store) -> None:
-    bus = await store.bus("a")
-    loop = asyncio.get_running_loop()
-    before = loop.time()
-    assert await bus.read_inputs({}, {}, GROUP, block_ms=30) == Inputs([], [])
-    assert loop.time() - before >= 0.029
 
 
 # --- trimming ---

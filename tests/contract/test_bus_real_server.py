@@ -10,7 +10,7 @@ import shutil
 import signal
 import ssl
 import subprocess
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import redis.asyncio as aioredis
 from config.schema import BrokerConfig
 from pipeline.broker import Broker, choose
 from pipeline.broker.choose import find
-from pipeline.bus import Bus, BusError, BusUnavailable, Keys, WorkEntry, address, link, probe
+from pipeline.bus import Bus, BusError, BusUnavailable, Keys, address, link, probe
 from tests.contract.bus_conformance import *  # noqa: F403 - the suite
 from tests.contract.bus_conformance import GROUP, START, Store, step
 
@@ -147,25 +147,14 @@ async def test_a_commit_whose_reply_was_lost_is_applied_once(store: Store, proxy
     assert len(await bus.journal()) == 2
 
 
-async def both(bus: Bus) -> list[WorkEntry]:
-    return (await bus.read_inputs({"tasks": 1}, {}, GROUP, block_ms=600_000)).work
-
-
-async def work_alone(bus: Bus) -> list[WorkEntry]:
-    return await bus.read_work({"tasks": 1}, GROUP, block_ms=600_000)
-
-
-@pytest.mark.parametrize("read", [both, work_alone])
 @pytest.mark.timeout(30)
-async def test_work_whose_delivery_was_lost_comes_at_once(
-    store: Store, proxy: Proxy, read: Callable[[Bus], Awaitable[list[WorkEntry]]]
-) -> None:
+async def test_work_whose_delivery_was_lost_comes_at_once(store: Store, proxy: Proxy) -> None:
     bus = await store.bus("a", url=proxy.url)
     await bus.ensure_group("tasks", GROUP)
-    await bus.read_inputs({"tasks": 1}, {}, GROUP, block_ms=None)
+    await bus.read_work({"tasks": 1}, GROUP, block_ms=None)
     await bus.post("tasks", b"x")
     proxy.swallow()
-    found = await read(bus)
+    found = await bus.read_work({"tasks": 1}, GROUP, block_ms=600_000)
     assert proxy.swallowed.is_set()
     assert [(e.data, e.deliveries) for e in found] == [(b"x", 2)]
 

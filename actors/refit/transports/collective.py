@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
 
+from actors.network import address_of
 from actors.refit.transports import Offer, Sent, TransferError
 from actors.refit.transports.plan import plan
 from actors.refit.transports.tensors import checksum, spec_of
@@ -69,7 +70,7 @@ class CollectiveSender:
     """
 
     def __init__(self, host: str, bucket_bytes: int, wire: Callable[[str], Wire]) -> None:
-        self._host = socket.gethostbyname(socket.gethostname()) if host == "auto" else host
+        self._host = address_of(host)
         self._bucket_bytes = bucket_bytes
         self._wire = wire(self._host)
         self._lock = threading.Lock()
