@@ -61,6 +61,20 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     max_new_tokens: int
     deadline_s: float
+    sample: int
+    attempt: int
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a producer finds itself when it is started: in which collector, of how many.
+
+    `run_dir` is the run's directory, `gateway_url` the gateway's address if `gateway.port` fixes it.
+    """
+
+    actor: str
+    collectors: int
+    run_dir: str
+    gateway_url: str | None
 
 
 class DataError(Exception):
@@ -117,6 +131,18 @@ class MultiTurn(Protocol):
     async def rollout(self, task: Task, session: Session) -> Outcome:
         """Run one episode. Raise `DataError` for an unusable task; any other error is an `infra` failure."""
         ...
+
+
+@runtime_checkable
+class Started(Protocol):
+    """A producer of either kind that needs something running: collectors start it before the first rollout.
+
+    An error of `start` ends the run. The source, which only asks for tasks, does not start it.
+    """
+
+    async def start(self, place: Place) -> None: ...
+
+    async def close(self) -> None: ...
 
 
 Producer = SingleTurn | MultiTurn

@@ -8,12 +8,16 @@ import socket
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from config.schema import RunConfig
 from contracts.producer import GROUP
 from pipeline.errors import Exit, PipelineError
+
+DEFAULT_GYM = ".venv-gym/bin/python"
+"""Where `make gym` puts NeMo-Gym."""
 
 
 def absolute(config: RunConfig, base: Path) -> RunConfig:
@@ -26,8 +30,24 @@ def absolute(config: RunConfig, base: Path) -> RunConfig:
     engine = config.engine
     if python is not None and "/" in python:
         engine = msgspec.structs.replace(engine, python=str(base / Path(python).expanduser()))
+    producer = msgspec.structs.replace(config.producer, args=_absolute_args(config, base))
     run_dir = None if config.run_dir is None else str(base / Path(config.run_dir).expanduser())
-    return msgspec.structs.replace(config, model=model, engine=engine, run_dir=run_dir)
+    return msgspec.structs.replace(config, model=model, engine=engine, run_dir=run_dir, producer=producer)
+
+
+def _absolute_args(config: RunConfig, base: Path) -> dict[str, Any]:
+    """The producer's arguments, with the paths that NeMo-Gym takes made absolute; `data` may be Gym's own files."""
+    args = dict(config.producer.args)
+    if config.producer.name != "nemo_gym":
+        return args
+    if args.get("start"):
+        args["python"] = str(base / Path(args.get("python", DEFAULT_GYM)).expanduser())
+    for field in ("data", "eval_data"):
+        if isinstance(args.get(field), list):
+            paths = [base / Path(str(name)).expanduser() for name in args[field]]
+            given = zip(paths, args[field], strict=True)
+            args[field] = [str(path) if path.is_file() else name for path, name in given]
+    return args
 
 
 def check(config: RunConfig) -> None:

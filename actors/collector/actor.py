@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import math
@@ -34,7 +35,7 @@ from config.schema import RolloutConfig, RunConfig
 from contracts import trajectory
 from contracts.core import Context, Fatal, Ref
 from contracts.events import FailureKind
-from contracts.producer import DataError, Endpoint, Outcome, Task
+from contracts.producer import DataError, Endpoint, Outcome, Place, Started, Task
 from contracts.trajectory import Sampling, Trajectory, TrajectoryError
 
 T = TypeVar("T")
@@ -68,6 +69,7 @@ class CollectorShell:
         self._held: dict[str, tuple[Ref, bytes]] = {}
         self._handles = 0
         self._reported = False
+        self._started = False
 
     async def start(self, context: Context) -> None:
         self._context = context
@@ -75,8 +77,28 @@ class CollectorShell:
             self._producer: Any = load(self._name, self._config.producer.args)
         except ProducerError as error:
             raise Fatal(str(error)) from error
+        self._started = isinstance(self._producer, Started)
+        if self._started:
+            await self._start_producer(context)
         self._calls = Calls(f"{self._name}-call")
         self._clients: dict[str, gateway.GatewayClient] = {}
+
+    async def _start_producer(self, context: Context) -> None:
+        """Raises `Fatal` with the producer's own error."""
+        config = self._config
+        port, host = config.gateway.port, config.network.host
+        place = Place(
+            actor=context.actor,
+            collectors=config.launch.collectors,
+            run_dir=context.run_dir,
+            gateway_url=f"http://{host}:{port}" if port and host != "auto" else None,
+        )
+        try:
+            await self._producer.start(place)
+        except Exception as error:
+            with contextlib.suppress(Exception):
+                await self._producer.close()
+            raise Fatal(f"producer {self._name!r} did not start: {_name(error)}: {error}") from error
 
     async def perform(self, command: Any) -> Any | None:
         match command:
@@ -100,6 +122,9 @@ class CollectorShell:
     async def close(self) -> None:
         await self._cancel_all()
         self._calls.close()
+        if self._started:
+            with contextlib.suppress(Exception):
+                await self._producer.close()
         for client in self._clients.values():
             await client.close()
 
@@ -162,7 +187,7 @@ class CollectorShell:
 
         rules = self._config.rollout
         name, sampling = self._episode_name(command, each), self._seeded(command, each, "episode")
-        remote = _Remote(self._client(command.url), name, sampling, rules, deadline)
+        remote = _Remote(self._client(command.url), name, each, sampling, rules, deadline)
         session = RolloutSession(generate, self._sampling, rules, remote)
         bounded = _bounded(self._play(_task(command), session), deadline.left())
         outcome = await self._settled(command, (each,), bounded)
@@ -308,12 +333,14 @@ class _Remote:
         self,
         client: gateway.GatewayClient,
         name: str,
+        each: Try,
         sampling: Sampling,
         rules: RolloutConfig,
         deadline: _Deadline,
     ) -> None:
         self._client = client
         self._name = name
+        self._each = each
         self._sampling = sampling
         self._rules = rules
         self._deadline = deadline
@@ -327,6 +354,8 @@ class _Remote:
             temperature=self._sampling.temperature,
             max_new_tokens=self._sampling.max_new_tokens,
             deadline_s=left,
+            sample=self._each.sample,
+            attempt=self._each.attempt,
         )
 
     async def finish(self, session: str) -> gateway.Record:

@@ -24,6 +24,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
+    template: dict[str, Any] | None = None
     temperature: float | None = None
     max_tokens: int | None = None
     seed: int | None = None
@@ -91,7 +92,7 @@ class Chat:
     async def _free(self, ask: Ask, arrived_at: float) -> Served:
         """A turn of no episode: exact as far as the messages carry their ids."""
         plan = carried(ask.messages)
-        prompt = await self.prompt(ask.messages, plan, ask.tools)
+        prompt = await self._prompt(ask, plan)
         sampling = SamplingForm(
             temperature=1.0 if ask.temperature is None else ask.temperature,
             max_new_tokens=ask.max_tokens or self._context,
@@ -113,7 +114,7 @@ class Chat:
             )
         episode = held.episode
         plan = episode.plan(ask.messages, ask.tools)
-        prompt = await self.prompt(ask.messages, plan, ask.tools)
+        prompt = await self._prompt(ask, plan)
         turn = episode.served + 1
         sampling = SamplingForm(
             temperature=sampling.temperature,
@@ -127,11 +128,11 @@ class Chat:
         episode.add(plan, ask.messages, ask.tools, prompt, served.samples[0], served.answers[0])
         return served
 
-    async def prompt(self, messages: Sequence[Mapping[str, Any]], plan: Plan, tools: Any) -> list[int]:
+    async def _prompt(self, ask: Ask, plan: Plan) -> list[int]:
         """The ids of a conversation, by plan."""
         if plan.repeat:
             return list(plan.prefix)
-        return await self._tokens.chat_ids(messages, plan.prefix, plan.carried, tools)
+        return await self._tokens.chat_ids(ask.messages, plan.prefix, plan.carried, ask.tools, ask.template)
 
     def job(self, session: str, prompt: list[int], sampling: SamplingForm, n: int, deadline_at: float) -> Job:
         """A valid job, its answer bounded by the context. Raises `DataProblem` or `DeadlineProblem`."""

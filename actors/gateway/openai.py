@@ -36,6 +36,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields that are taken only with a value that changes nothing."""
 
+RENDERED = frozenset(
+    ("messages", "conversation", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt")
+)
+"""Arguments of rendering that are not the caller's."""
+
 SAMPLES_MAX = 128
 """Answers of one request: their ids travel in one header."""
 
@@ -60,6 +65,8 @@ class ChatForm(_Common, frozen=True, kw_only=True):
     n: int | None = None
     logprobs: bool | None = None
     stream_options: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Not OpenAI's: further variables for the chat template, such as enable_thinking."""
 
 
 class ResponsesForm(_Common, frozen=True, kw_only=True):
@@ -82,7 +89,11 @@ def read_chat(data: bytes) -> tuple[ChatForm, Ask]:
     if not form.messages:
         raise DataProblem("messages is empty")
     tools = _offered(form.tools, raw)
-    return form, _ask(form, form.messages, tools, form.max_completion_tokens or form.max_tokens, form.n or 1)
+    given = sorted(RENDERED & (form.chat_template_kwargs or {}).keys())
+    if given:
+        raise DataProblem(f"chat_template_kwargs may not hold {', '.join(given)}: the gateway sets these")
+    ask = _ask(form, form.messages, tools, form.max_completion_tokens or form.max_tokens, form.n or 1)
+    return form, msgspec.structs.replace(ask, template=form.chat_template_kwargs)
 
 
 def read_responses(data: bytes) -> tuple[ResponsesForm, Ask]:

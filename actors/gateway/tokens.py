@@ -59,23 +59,29 @@ class Tokens:
         return [*prefix, *await _threaded(len(text), self._encode, text, not prefix)]
 
     async def chat_ids(
-        self, messages: Messages, prefix: Sequence[int] = (), carried: int = 0, tools: Tools = None
+        self,
+        messages: Messages,
+        prefix: Sequence[int] = (),
+        carried: int = 0,
+        tools: Tools = None,
+        template: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Ids of the conversation up to where the assistant's next turn begins; they begin with `prefix`.
 
         `prefix` holds the first `carried` messages, of which the last is the assistant's answer as it was sampled: only
-        what follows is rendered and tokenised. Raises `DataProblem` without a chat template or if it refuses the
-        messages.
+        what follows is rendered and tokenised. `template`: further variables for the template. Raises `DataProblem`
+        without a chat template or if it refuses the messages.
         """
         if not prefix:
-            text = await asyncio.to_thread(self._render, messages, tools)
+            text = await asyncio.to_thread(self._render, messages, tools, template)
             return await _threaded(len(text), self._encode, text, False)
         if not 1 <= carried < len(messages) or messages[carried - 1].get("role") != "assistant":
             raise DataProblem(
                 f"carried={carried} of {len(messages)} messages: it counts those that prefix_ids hold, of which the "
                 "last is the assistant's, and something must follow"
             )
-        text = self._behind(prefix[-1], await asyncio.to_thread(self._following, messages, carried, tools))
+        following = await asyncio.to_thread(self._following, messages, carried, tools, template)
+        text = self._behind(prefix[-1], following)
         return [*prefix, *await _threaded(len(text), self._encode, text, False)]
 
     def thinking(self, prompt: Sequence[int]) -> bool:
@@ -95,14 +101,14 @@ class Tokens:
     def _encode(self, text: str, begin: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=begin).ids
 
-    def _following(self, messages: Messages, carried: int, tools: Tools) -> str:
+    def _following(self, messages: Messages, carried: int, tools: Tools, template: Any) -> str:
         """The text that the template puts behind the content of message `carried - 1`, the assistant's last answer.
 
         A mark stands in for the answer, so that it does not matter what the template would make of it or of those
         before it.
         """
         mark = {"role": "assistant", "content": MARK}
-        text = self._render([*messages[: carried - 1], mark, *messages[carried:]], tools)
+        text = self._render([*messages[: carried - 1], mark, *messages[carried:]], tools, template)
         if text.count(MARK) != 1:
             raise DataProblem(f"the chat template shows the assistant's message {text.count(MARK)} times")
         return text.partition(MARK)[2]
@@ -115,7 +121,7 @@ class Tokens:
         before, found, after = text.partition(end)
         return after if found and not before.strip() else text
 
-    def _render(self, messages: Messages, tools: Tools) -> str:
+    def _render(self, messages: Messages, tools: Tools, template: Mapping[str, Any] | None) -> str:
         from jinja2 import TemplateError
 
         chat = self._load_chat()
@@ -129,6 +135,7 @@ class Tokens:
                 tools=list(tools) if tools else None,
                 tokenize=False,
                 add_generation_prompt=True,
+                **(template or {}),
             )
         except (TemplateError, KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataProblem(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error

@@ -21,6 +21,16 @@ from actors.models.files import build_once
 FORMAT = 1
 """Part of the directory's name; raise it whenever the same spec gives other files."""
 
+START, END = "<|im_start|>", "<|im_end|>"
+TEMPLATE = (
+    "{% if tools %}<|im_start|>tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>"
+    "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""ChatML; an earlier answer's thinking is shown as it was said."""
+
 PAD, EOS, UNKNOWN = "<pad>", "<eos>", "<unk>"
 PIECES = r" ?[^\W\d_]+| ?\d|\s|[^\w\s]|_"
 """How text is cut: words with the space before them, digits, spaces, symbols."""
@@ -30,12 +40,14 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Texts that the tokenizer must know: `size` tasks (questions and answers) of a reasoning-gym dataset with settings
-    `args`, and `texts` besides."""
+    `args`, and `texts` and `phrases` besides."""
 
     dataset: str | None = None
     args: dict[str, Any] = {}
     size: Count = 200
     texts: tuple[str, ...] = ()
+    phrases: tuple[str, ...] = ()
+    """Texts of one token each, whatever is in them, such as `<action>hit</action>`."""
 
 
 class RandomSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -54,6 +66,8 @@ class RandomSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     rope_theta: Annotated[float, msgspec.Meta(gt=0)] = 10000.0
     tied: bool = True
     """Share the embedding with the output layer."""
+    chat: bool = False
+    """Give it a chat template in ChatML's form, with its end token."""
 
 
 def parse(params: Mapping[str, Any]) -> RandomSpec:
@@ -76,9 +90,19 @@ def materialise(spec: RandomSpec, cache_dir: Path) -> Path:
     The same spec gives the same files. Several processes may call at once: one writes, all get the same directory.
     Raises `ModelError` for a dataset that doesn't exist or refuses its settings.
     """
-    document = json.dumps([FORMAT, msgspec.to_builtins(spec)], sort_keys=True)
+    document = json.dumps([FORMAT, _said(spec)], sort_keys=True)
     path = cache_dir / f"random-{hashlib.sha256(document.encode()).hexdigest()[:16]}"
     return build_once(path, lambda scratch: _write(spec, scratch))
+
+
+def _said(spec: RandomSpec) -> dict[str, Any]:
+    """The spec as plain data, without what is newer than FORMAT and left at its default."""
+    data = msgspec.to_builtins(spec)
+    if not spec.chat:
+        del data["chat"]
+    if not spec.vocabulary.phrases:
+        del data["vocabulary"]["phrases"]
+    return data
 
 
 def vocabulary(texts: Iterable[str]) -> list[str]:
@@ -89,8 +113,9 @@ def vocabulary(texts: Iterable[str]) -> list[str]:
 
 
 def _write(spec: RandomSpec, path: Path) -> None:
-    tokens = vocabulary(_texts(spec.vocabulary))
+    tokens = [*vocabulary(_texts(spec.vocabulary)), *_extra(spec)]
     _write_tokenizer(tokens, spec, path)
+    eos = END if spec.chat else EOS
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -114,9 +139,14 @@ def _write(spec: RandomSpec, path: Path) -> None:
         "torch_dtype": "float32",
         "pad_token_id": tokens.index(PAD),
         "bos_token_id": None,
-        "eos_token_id": tokens.index(EOS),
+        "eos_token_id": tokens.index(eos),
     }
     (path / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def _extra(spec: RandomSpec) -> list[str]:
+    """Tokens behind the vocabulary: those of the chat template, and phrases."""
+    return [*((START, END) if spec.chat else ()), *dict.fromkeys(spec.vocabulary.phrases)]
 
 
 def _texts(source: Vocabulary) -> list[str]:
@@ -129,8 +159,8 @@ def _texts(source: Vocabulary) -> list[str]:
         except (TypeError, ValueError, AssertionError) as error:
             raise ModelError(f"model.params.vocabulary of dataset {source.dataset!r}: {error}") from error
         texts += [text for task in tasks for text in (task["question"], str(task["answer"]))]
-    if not texts:
-        raise ModelError("model.params.vocabulary names neither a dataset nor texts")
+    if not texts and not source.phrases:
+        raise ModelError("model.params.vocabulary names neither a dataset nor texts or phrases")
     return texts
 
 
@@ -141,13 +171,18 @@ def _write_tokenizer(tokens: list[str], spec: RandomSpec, path: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), "isolated")
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, EOS, UNKNOWN)])
+    if spec.chat:
+        tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (START, END)])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in spec.vocabulary.phrases])
     tokenizer.save(str(path / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": spec.positions,
         "clean_up_tokenization_spaces": False,
         "pad_token": PAD,
-        "eos_token": EOS,
+        "eos_token": END if spec.chat else EOS,
         "unk_token": UNKNOWN,
     }
+    if spec.chat:
+        settings["chat_template"] = TEMPLATE
     (path / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))

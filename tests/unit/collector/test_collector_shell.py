@@ -138,7 +138,12 @@ class Stand:
         self.shell = build(RunConfig(rollout=RolloutConfig(**{"score_deadline_s": WAIT_S, **rollout})), "collector-0")
         clock = SimpleNamespace(now=asyncio.get_running_loop().time)
         context: Any = SimpleNamespace(
-            actor="collector-0", boot=3, clock=clock, deliver=self.inputs.append, log=structlog.get_logger()
+            actor="collector-0",
+            boot=3,
+            clock=clock,
+            deliver=self.inputs.append,
+            log=structlog.get_logger(),
+            run_dir="/nowhere",
         )
         await self.shell.start(context)
         return self.shell

@@ -135,7 +135,9 @@ class Keeper:
         self.finished: list[str] = []
 
     async def open(self) -> Endpoint:
-        return Endpoint(base_url="http://g/v1", session="e", temperature=0.7, max_new_tokens=8, deadline_s=9.0)
+        return Endpoint(
+            base_url="http://g/v1", session="e", temperature=0.7, max_new_tokens=8, deadline_s=9.0, sample=0, attempt=1
+        )
 
     async def finish(self, session: str) -> Record:
         self.finished.append(session)
