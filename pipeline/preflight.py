@@ -30,7 +30,10 @@ def absolute(config: RunConfig, base: Path) -> RunConfig:
     engine = config.engine
     if python is not None and "/" in python:
         engine = msgspec.structs.replace(engine, python=str(base / Path(python).expanduser()))
-    producer = msgspec.structs.replace(config.producer, args=_absolute_args(config, base))
+    interpreter = config.producer.python
+    if interpreter is not None and "/" in interpreter:
+        interpreter = str(base / Path(interpreter).expanduser())
+    producer = msgspec.structs.replace(config.producer, args=_absolute_args(config, base), python=interpreter)
     run_dir = None if config.run_dir is None else str(base / Path(config.run_dir).expanduser())
     return msgspec.structs.replace(config, model=model, engine=engine, run_dir=run_dir, producer=producer)
 
@@ -94,6 +97,11 @@ def _model(config: RunConfig) -> None:
 
 
 def _producer(config: RunConfig) -> None:
+    python = config.producer.python
+    if python is not None:
+        if shutil.which(python) is None:
+            raise PipelineError(f"producer.python={python}: no such program", Exit.MISSING)
+        return
     known = sorted({entry.name for entry in entry_points(group=GROUP)})
     if config.producer.name not in known:
         raise PipelineError(

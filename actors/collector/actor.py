@@ -29,6 +29,7 @@ from actors.collector.core import (
 )
 from actors.collector.grading import graded
 from actors.collector.session import RolloutSession, Transcript
+from actors.environments.isolated import loaded
 from actors.environments.loading import ProducerError, is_multi_turn, load
 from actors.gateway import client as gateway
 from config.schema import RolloutConfig, RunConfig
@@ -70,18 +71,18 @@ class CollectorShell:
         self._handles = 0
         self._reported = False
         self._started = False
+        self._calls = Calls(f"{self._name}-call")
+        self._clients: dict[str, gateway.GatewayClient] = {}
 
     async def start(self, context: Context) -> None:
         self._context = context
         try:
-            self._producer: Any = load(self._name, self._config.producer.args)
+            self._producer: Any = await loaded(self._config.producer, load)
         except ProducerError as error:
             raise Fatal(str(error)) from error
-        self._started = isinstance(self._producer, Started)
-        if self._started:
+        if isinstance(self._producer, Started):
             await self._start_producer(context)
-        self._calls = Calls(f"{self._name}-call")
-        self._clients: dict[str, gateway.GatewayClient] = {}
+            self._started = True
 
     async def _start_producer(self, context: Context) -> None:
         """Raises `Fatal` with the producer's own error."""

@@ -53,13 +53,17 @@ def _find(name: str) -> EntryPoint:
     return next(iter(found.values()))
 
 
-def _check(name: str, producer: Any) -> None:
-    contract = getattr(producer, "contract", None)
+def check_contract(name: str, contract: Any) -> None:
+    """Raises `ProducerError` unless the producer was written for this version of the contract."""
     if contract != CONTRACT_VERSION:
         raise ProducerError(
             f"producer {name!r} states contract={contract!r}, this version speaks {CONTRACT_VERSION}; "
             f"set `contract = {CONTRACT_VERSION}` once it follows contracts.producer"
         )
+
+
+def _check(name: str, producer: Any) -> None:
+    check_contract(name, getattr(producer, "contract", None))
     if not isinstance(producer, SingleTurn | MultiTurn):
         raise ProducerError(
             f"producer {name!r} ({type(producer).__name__}) needs `tasks` and either `prompt` and `score` or `rollout`"

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+from actors.environments.isolated import loaded
 from actors.environments.loading import ProducerError, load
 from actors.source.core import Exhausted, Fetched, FetchedTask, FetchTasks, ProducerFailed, SourceCore
 from config.schema import RunConfig
@@ -42,7 +43,7 @@ class SourceShell:
     async def start(self, context: Context) -> None:
         producer = self._config.producer
         try:
-            self._producer = load(producer.name, producer.args)
+            self._producer: Any = await loaded(producer, load)
         except ProducerError as error:
             raise Fatal(str(error)) from error
 

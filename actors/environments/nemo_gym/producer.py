@@ -8,7 +8,7 @@ from pathlib import Path
 from actors.environments.nemo_gym.head import Gym, GymError
 from actors.environments.nemo_gym.rows import Rows, agent_of, held_out, request, shuffled
 from actors.environments.nemo_gym.servers import Launch, Servers, package_file
-from contracts.producer import CONTRACT_VERSION, Outcome, Place, Session, Task
+from contracts.producer import CONTRACT_VERSION, DataError, Outcome, Place, Session, Task
 
 PYTHON = ".venv-gym/bin/python"
 """Where `make gym` puts NeMo-Gym."""
@@ -109,6 +109,8 @@ class NemoGym:
 
     async def rollout(self, task: Task, session: Session) -> Outcome:
         """One rollout by the row's agent, through the session's endpoint. Raises `GymError` or `DataError`."""
+        if not isinstance(task.payload.get("row"), dict):
+            raise DataError(f"task {task.id} holds no row of Gym's")
         agent = agent_of(task.payload["row"], self._agent)
         endpoint = await session.endpoint()
         if self._servers is not None:

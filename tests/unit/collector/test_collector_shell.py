@@ -33,7 +33,7 @@ from config.schema import ProducerConfig, RolloutConfig, RunConfig
 from contracts import trajectory
 from contracts.core import Fatal, Ref
 from contracts.events import Provenance, TaskIssued
-from contracts.producer import DataError, Outcome, Session, Task
+from contracts.producer import DataError, Outcome, Place, Session, Task
 
 REF = Ref("tasks", "1-0")
 WAIT_S = 60.0
@@ -130,6 +130,7 @@ class Stand:
     def __init__(self, gateway: Gateway, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gateway = gateway
         self.inputs: list[Any] = []
+        self.payload: Any = {"n": 1}
         self._monkeypatch = monkeypatch
         self.shell: CollectorShell
 
@@ -150,7 +151,7 @@ class Stand:
 
     def rollout(self, samples: int = 2, ref: Ref = REF, url: str | None = None) -> Rollout:
         task = TaskIssued(
-            task="t", index=6, samples=samples, payload=json.dumps({"n": 1}).encode(), producer="p", seed=0
+            task="t", index=6, samples=samples, payload=json.dumps(self.payload).encode(), producer="p", seed=0
         )
         tries = tuple(Try(k, 1) for k in range(samples))
         return Rollout(ref=ref, task=task, tries=tries, url=url or self.gateway.url)
@@ -579,3 +580,37 @@ async def test_a_rollout_that_raises_has_its_episode_finished_and_keeps_its_reas
     (problem,) = await stand.run(samples=1)
     assert (problem.failure, problem.reason) == ("data", "producer 'reasoning_gym': unusable")
     assert len(stand.gateway.finished) == 1
+
+
+# --- producers that need something running ---------------------------------------------------------------------------
+
+
+class Served(Multi):
+    """A producer that starts something."""
+
+    def __init__(self, problem: Exception | None = None) -> None:
+        self.problem = problem
+        self.log: list[Any] = []
+
+    async def start(self, place: Place) -> None:
+        self.log.append(place)
+        if self.problem is not None:
+            raise self.problem
+
+    async def close(self) -> None:
+        self.log.append("closed")
+
+
+async def test_a_producer_is_started_where_it_is_told_and_closed_once(stand: Stand) -> None:
+    producer = Served()
+    shell = await stand.start(producer)
+    await shell.close()
+    assert producer.log == [Place(actor="collector-0", collectors=1, run_dir="/nowhere", gateway_url=None), "closed"]
+
+
+async def test_a_producer_that_does_not_start_ends_the_run_with_its_reason_and_is_closed(stand: Stand) -> None:
+    producer = Served(ConnectionError("no servers"))
+    with pytest.raises(Fatal, match="'reasoning_gym' did not start: ConnectionError: no servers"):
+        await stand.start(producer)
+    await stand.shell.close()
+    assert producer.log[1:] == ["closed"]

@@ -186,6 +186,12 @@ async def test_a_rows_own_agent_goes_first_and_an_unknown_one_is_bad_data(produc
         await play(producer, {**ROW, "agent_ref": {"name": "other"}})
 
 
+async def test_a_task_of_another_producer_is_bad_data(producer: NemoGym):
+    session: Any = Speaks()
+    with pytest.raises(DataError, match="no row"):
+        await producer.rollout(Task(id="t", payload={"question": 1}, cursor="1"), session)
+
+
 async def test_a_row_without_an_agent_is_bad_data(gym: FakeGym, tmp_path: Path):
     with pytest.raises(DataError, match="no agent_ref"):
         await play(NemoGym([write(tmp_path / "a.jsonl", ROW)], head=gym.url))
@@ -230,6 +236,7 @@ async def stand(monkeypatch: pytest.MonkeyPatch) -> Any:
     turn = {"sequence": 0, "fresh_ids": [8, 9], "sample": SAID}
     gateway.record = {"turns": [turn], "served": 1, "superseded": 0}
     stand = Stand(gateway, monkeypatch)
+    stand.payload = {"row": ROW}
     yield stand
     await stand.shell.close()
     await gateway.runner.cleanup()
@@ -321,7 +328,7 @@ async def test_a_rollout_that_is_no_longer_ours_is_left_and_its_episode_finished
     await stand.start(producer)
     gym.answer = hang
     running = asyncio.ensure_future(stand.run(samples=1))
-    await gym.arrived.wait()
+    await asyncio.wait_for(gym.arrived.wait(), 30)
     await stand.shell.perform(Cancel(REF))
     assert await running == []
     await asyncio.wait_for(gym.gone.wait(), 30)
