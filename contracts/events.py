@@ -133,8 +133,8 @@ class GroupRef(msgspec.Struct, frozen=True):
 class BatchReady(Record, frozen=True, kw_only=True, tag="batch.ready"):
     """Buffer -> trainer: the groups of one optimizer step.
 
-    `batch` counts from 1 and is never reused. The trainer acks the entry when a durable checkpoint covers the step; one
-    that is still pending after a crash is trained again from that checkpoint, in order.
+    `batch` counts from 1 and is never reused. The trainer acks the entry once two durable checkpoints cover the step.
+    One that is still pending after a crash is trained again, in order, unless the checkpoint that is loaded covers it.
     """
 
     batch: int
@@ -229,7 +229,8 @@ class StepFinished(Record, frozen=True, kw_only=True, tag="step.finished"):
 class CheckpointSaved(Record, frozen=True, kw_only=True, tag="checkpoint.saved"):
     """Trainer -> all: a durable checkpoint of `version` at `path` covers every batch up to and including `batch`.
 
-    The batches are acked in the same script; their payloads may be deleted once archived.
+    The batches that the checkpoint before it covered are acked in the same script, and their payloads released: should
+    this one turn out to be damaged, the trainer falls back on that one.
     """
 
     version: int

@@ -18,6 +18,7 @@ from actors.trainer.core import (
     Abandon,
     Load,
     Loaded,
+    LoadFailed,
     Offer,
     Offered,
     Prune,
@@ -97,7 +98,7 @@ class TrainerShell:
 
     # --- policy ---
 
-    def _load(self, command: Load) -> Loaded:
+    def _load(self, command: Load) -> Loaded | LoadFailed:
         with uncollected():
             from actors import models
             from actors.trainer.checkpoint import CheckpointError
@@ -116,7 +117,8 @@ class TrainerShell:
             try:
                 self._policy.load(Path(command.path))
             except CheckpointError as error:
-                raise Fatal(f"the run can't go on from its checkpoint: {error}") from error
+                self._context.log.error("checkpoint damaged", path=command.path, reason=str(error))
+                return LoadFailed(version=command.version, reason=str(error))
         self._freeze(command.version)
         self._context.log.info(
             "policy loaded", version=command.version, path=command.path, seconds=round(time.perf_counter() - started, 3)
@@ -149,7 +151,13 @@ class TrainerShell:
         assert self._policy is not None
         started = time.perf_counter()
         path = checkpoint.directory(self._checkpoints, command.version, command.step)
-        meta = {"version": command.version, "step": command.step, "batch": command.batch, "run": self._context.run}
+        meta = {
+            "version": command.version,
+            "step": command.step,
+            "batch": command.batch,
+            "positions": {"batches": command.entry},
+            "run": self._context.run,
+        }
         size = self._policy.save(path, meta)
         return Saved(version=command.version, path=str(path), bytes=size, seconds=time.perf_counter() - started)
 

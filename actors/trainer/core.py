@@ -1,8 +1,8 @@
 """Decides what the trainer does next: load, train, save, offer weights, send them.
 
-Invariants: one policy operation at a time; a version number is used once, over restarts too; a batch is acked only in
-the step that announces the checkpoint covering it, so after a crash the uncovered batches are trained again, in
-order, from that checkpoint, and the versions made since are declared abandoned.
+Invariants: one policy operation at a time; a version number is used once, over restarts too; a batch is acked only
+once two checkpoints cover it, so that after a crash, and when the newest checkpoint turns out to be damaged, the
+batches that the one loaded does not cover are trained again, in order, and the versions made since are abandoned.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from config.schema import RunConfig
 from contracts.core import Ack, Booted, Delivered, Emit, Ref, Release, Step
 from contracts.events import (
+    ActorFailed,
     BatchReady,
     Bucket,
     CheckpointSaved,
@@ -57,11 +59,12 @@ class Train(msgspec.Struct, frozen=True):
 
 
 class Save(msgspec.Struct, frozen=True):
-    """Write a durable checkpoint of the weights in memory, covering batches up to `batch`."""
+    """Write a durable checkpoint of the weights in memory, covering batches up to `batch`, which came as `entry`."""
 
     version: int
     step: int
     batch: int
+    entry: str
 
 
 class Prune(msgspec.Struct, frozen=True):
@@ -96,6 +99,13 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     """The weights are in memory."""
 
     version: int
+
+
+class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
+    """The checkpoint is torn or damaged, or of another model."""
+
+    version: int
+    reason: str
 
 
 class Trained(msgspec.Struct, frozen=True, tag="trained"):
@@ -146,7 +156,7 @@ class TransferBroke(msgspec.Struct, frozen=True, tag="transfer_broke"):
     reason: str
 
 
-Local = Loaded | Trained | Saved | Offered | Sent | TransferBroke
+Local = Loaded | LoadFailed | Trained | Saved | Offered | Sent | TransferBroke
 
 # --- state -----------------------------------------------------------------------------------------------------------
 
@@ -159,15 +169,23 @@ class Pending(msgspec.Struct, frozen=True):
 
 
 class Covered(msgspec.Struct, frozen=True):
-    """The newest durable checkpoint."""
+    """A durable checkpoint; without a path, the run's initial model.
+
+    `held`: the batches, and `made`: the versions, between the checkpoint before it and this one.
+    """
 
     path: str | None = None
     version: int | None = None
     step: int = 0
+    held: tuple[Pending, ...] = ()
+    made: tuple[int, ...] = ()
 
 
 class State(msgspec.Struct, frozen=True):
-    """`queue` is untrained, `trained` is trained but not yet covered; together they are the entries we hold."""
+    """`queue` is untrained, `trained` is trained but not yet covered; with `covered.held` they are the entries we hold.
+
+    `covered` is the newest checkpoint, `before` the one to fall back on should it be damaged.
+    """
 
     boot: int = 0
     phase: Literal["off", "loading", "idle", "training", "saving", "finished"] = "off"
@@ -179,6 +197,7 @@ class State(msgspec.Struct, frozen=True):
     made: tuple[int, ...] = ()
     """Versions trained since the newest checkpoint, oldest first: abandoned if we crash now."""
     covered: Covered = Covered()
+    before: Covered | None = None
     epoch: int = 0
     refit_deadline: float = 0.0
     sending: bool = False
@@ -210,6 +229,8 @@ class TrainerCore:
                 return self._deliver(state, input, now)
             case Loaded():
                 return self._loaded(state, input, now)
+            case LoadFailed():
+                return self._load_failed(state, input)
             case Trained():
                 return self._trained(state, input, now)
             case Saved():
@@ -235,7 +256,7 @@ class TrainerCore:
     def _boot(self, state: State, input: Booted) -> Step[State]:
         """Fall back to the newest checkpoint; what was trained since is owed again."""
         version = state.highest + 1
-        state = msgspec.structs.replace(
+        state = replace(
             state,
             boot=input.boot,
             phase="loading",
@@ -250,6 +271,34 @@ class TrainerCore:
         )
         return state, (Load(path=state.covered.path, version=version),)
 
+    def _load_failed(self, state: State, input: LoadFailed) -> Step[State]:
+        """Fall back to the checkpoint before, and train again what only the damaged one covered."""
+        if input.version != state.version or state.phase != "loading":
+            return state, ()
+        damaged, before = state.covered, state.before
+        if before is None:
+            message = (
+                f"{input.reason}; the run can't go on, there is no checkpoint before it to fall back on: restore that "
+                f"one from a copy, or start a new run"
+            )
+            failed = ActorFailed(actor="trainer", error="CheckpointDamaged", message=message, fatal=True)
+            return replace(state, phase="off"), (Emit(failed),)
+        batches = [item.batch.batch for item in damaged.held]
+        message = (
+            f"{input.reason}; going on from {before.path or 'the initial model'} (step {before.step}), "
+            f"batches {batches[0]} to {batches[-1]} are trained again"
+        )
+        state = replace(
+            state,
+            step=before.step,
+            queue=(*damaged.held, *state.queue),
+            made=(*damaged.made, *state.made),
+            covered=before,
+            before=None,
+        )
+        failed = ActorFailed(actor="trainer", error="CheckpointDamaged", message=message, fatal=False)
+        return state, (Emit(failed), Load(path=before.path, version=state.version))
+
     def _loaded(self, state: State, input: Loaded, now: float) -> Step[State]:
         if input.version != state.version or state.phase != "loading":
             return state, ()
@@ -260,7 +309,7 @@ class TrainerCore:
             trainer_boot=state.boot,
             abandoned=state.made,
         )
-        state = msgspec.structs.replace(state, phase="idle", made=())
+        state = replace(state, phase="idle", made=())
         state, commands = self._next(state, now)
         return state, (Emit(ready), *commands)
 
@@ -269,49 +318,48 @@ class TrainerCore:
             case BatchReady() as batch:
                 return self._batch(state, Pending(input.ref, batch), now)
             case RefitRequested() as requested if requested.epoch > state.epoch:
-                state = msgspec.structs.replace(
-                    state, epoch=requested.epoch, refit_deadline=requested.deadline_at, sending=True
-                )
+                state = replace(state, epoch=requested.epoch, refit_deadline=requested.deadline_at, sending=True)
                 timeout = max(0.0, requested.deadline_at - now)
                 return state, (Abandon(requested.epoch - 1), Offer(requested.epoch, requested.version, timeout))
             case TransferStarted() as started if started.epoch == state.epoch:
                 return state, (Send(started, max(0.0, state.refit_deadline - now)),)
             case RefitFailed() as failed if failed.epoch == state.epoch:
-                return msgspec.structs.replace(state, sending=False), (Abandon(failed.epoch),)
+                return replace(state, sending=False), (Abandon(failed.epoch),)
             case RefitCommitted() as committed if committed.epoch == state.epoch:
-                return msgspec.structs.replace(state, sending=False), ()
+                return replace(state, sending=False), ()
             case RunStopping():
-                state = msgspec.structs.replace(state, stopping=True)
+                state = replace(state, stopping=True)
                 return self._next(state, now) if state.phase == "idle" else (state, ())
             case RunStarted() if state.stopping:
-                state = msgspec.structs.replace(state, stopping=False)
+                state = replace(state, stopping=False)
                 return self._next(state, now) if state.phase == "idle" else (state, ())
         return state, ()
 
     # --- steps ---
 
     def _batch(self, state: State, pending: Pending, now: float) -> Step[State]:
-        held = {item.ref for item in (*state.queue, *state.trained)}
+        held = {item.ref for item in (*state.queue, *state.trained, *state.covered.held)}
         if pending.ref in held:
             return state, ()
-        state = msgspec.structs.replace(state, queue=(*state.queue, pending))
+        state = replace(state, queue=(*state.queue, pending))
         return self._next(state, now) if state.phase == "idle" else (state, ())
 
     def _next(self, state: State, now: float) -> Step[State]:
         """From idle: save what must be saved, else train the next batch, else wait for one."""
         due = len(state.trained) >= self.every or state.step >= self.steps or state.stopping
         if state.trained and due:
-            save = Save(version=state.version, step=state.step, batch=state.trained[-1].batch.batch)
-            return msgspec.structs.replace(state, phase="saving"), (save,)
+            last = state.trained[-1]
+            save = Save(version=state.version, step=state.step, batch=last.batch.batch, entry=last.ref.entry)
+            return replace(state, phase="saving"), (save,)
         if state.step >= self.steps:
             finished = TrainingFinished(version=state.version, step=state.step)
-            return msgspec.structs.replace(state, phase="finished"), (Emit(finished),)
+            return replace(state, phase="finished"), (Emit(finished),)
         if state.stopping:
             return state, ()
         if state.queue:
             return self._train(state, now)
         waiting = WaitStarted(actor="trainer", on="buffer", cause=f"no batch for step {state.step + 1}")
-        return msgspec.structs.replace(state, idle_since=now), (Emit(waiting),)
+        return replace(state, idle_since=now), (Emit(waiting),)
 
     def _train(self, state: State, now: float) -> Step[State]:
         train = Train(state.queue[0].batch, state.step + 1, state.highest + 1)
@@ -319,7 +367,7 @@ class TrainerCore:
         if state.idle_since is not None:
             ended = WaitEnded(actor="trainer", on="buffer", seconds=now - state.idle_since)
             commands = (Emit(ended), train)
-        return msgspec.structs.replace(state, phase="training"), commands
+        return replace(state, phase="training"), commands
 
     def _trained(self, state: State, input: Trained, now: float) -> Step[State]:
         if state.phase != "training" or input.version != state.highest + 1:
@@ -338,7 +386,7 @@ class TrainerCore:
             tokens=input.tokens,
             tasks=tuple(group.index for group in pending.batch.groups),
         )
-        state = msgspec.structs.replace(
+        state = replace(
             state,
             phase="idle",
             step=state.step + 1,
@@ -363,18 +411,20 @@ class TrainerCore:
             bytes=input.bytes,
             seconds=input.seconds,
         )
-        acks = tuple(Ack(item.ref) for item in state.trained)
-        samples = [sample for item in state.trained for group in item.batch.groups for sample in group.samples]
-        release = Release(tuple(sample.payload.key for sample in samples))
-        state = msgspec.structs.replace(
+        done = state.covered.held
+        acks = tuple(Ack(item.ref) for item in done)
+        samples = [sample for item in done for group in item.batch.groups for sample in group.samples]
+        release = (Release(tuple(sample.payload.key for sample in samples)),) if samples else ()
+        state = replace(
             state,
             phase="idle",
             trained=(),
             made=(),
-            covered=Covered(path=input.path, version=state.version, step=state.step),
+            covered=Covered(input.path, state.version, state.step, held=state.trained, made=state.made),
+            before=replace(state.covered, held=(), made=()),
         )
         state, commands = self._next(state, now)
-        return state, (Emit(saved), *acks, release, Prune(), *commands)
+        return state, (Emit(saved), *acks, *release, Prune(), *commands)
 
     # --- transfer ---
 
@@ -397,7 +447,7 @@ class TrainerCore:
             event = TransferFinished(epoch=input.epoch, version=input.version, seconds=input.seconds, bytes=input.bytes)
         else:
             event = TransferFailed(epoch=input.epoch, phase=input.phase, error=input.error, reason=input.reason)
-        return msgspec.structs.replace(state, sending=isinstance(input, Offered)), (Emit(event),)
+        return replace(state, sending=isinstance(input, Offered)), (Emit(event),)
 
 
 def reward_metrics(batch: BatchReady) -> dict[str, float]:

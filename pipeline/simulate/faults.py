@@ -30,7 +30,8 @@ class Faults(msgspec.Struct, frozen=True):
     clock off by up to this much. `blackouts`: everything is killed at once, the last `lost_s` seconds at most of the
     store are lost (0: appendfsync always), and the run is resumed. `rewinds`: the same loss while the actors live on.
     `wipes`: everything is killed and the store is lost altogether; the resume rebuilds it from the archive, which lacks
-    up to `behind` of the last events and of each journal's records.
+    up to `behind` of the last events and of each journal's records. `tears`: the trainer is killed, and its newest
+    checkpoint is found damaged.
     """
 
     kills: int = 0
@@ -51,6 +52,7 @@ class Faults(msgspec.Struct, frozen=True):
     lost_s: float = 0.0
     wipes: int = 0
     behind: int = 30
+    tears: int = 0
     window_s: float = 15.0
 
 
@@ -81,10 +83,19 @@ def schedule(world: World, faults: Faults) -> None:
         at(partial(_redeliver, world))
     for _ in range(faults.outages):
         at(partial(world.outage, world.draw(faults.outage_s)))
+    for _ in range(faults.tears):
+        at(partial(_tear, world))
     for _ in range(faults.wipes):
         at(partial(_wipe, world, faults.behind, world.draw(faults.outage_s)))
     for strike in (*[_blackout] * faults.blackouts, *[_rewind] * faults.rewinds):
         _lose(world, faults, strike)
+
+
+def _tear(world: World) -> None:
+    trainer = world.actors["trainer"]
+    if trainer.machine is not None and isinstance(trainer.shell, TrainerSim):
+        trainer.shell.damage()
+        trainer.kill()
 
 
 def _redeliver(world: World) -> None:

@@ -445,6 +445,7 @@ class TrainerSim(Quiet):
         super().__init__(core)
         self._wires = wires
         self.disk: dict[str, list[int]] = {}
+        self.torn: set[str] = set()
         self.memory: list[int] = []
 
     def killed(self, actor: SimActor) -> None:
@@ -459,8 +460,7 @@ class TrainerSim(Quiet):
         world, pace = actor.world, actor.world.pace
         match command:
             case trainer.Load():
-                self.memory = list(self.disk[command.path]) if command.path else []
-                actor.after(world.draw(pace.load), trainer.Loaded(command.version))
+                self._load(actor, command)
             case trainer.Train():
                 actor.do(world.draw(pace.train), lambda: self._trained(actor, command))
             case trainer.Save():
@@ -478,6 +478,17 @@ class TrainerSim(Quiet):
             case trainer.Abandon():
                 self._wires.lost("trainer")
 
+    def damage(self) -> None:
+        """Tear the newest checkpoint on the disk."""
+        if self.disk:
+            self.torn.add(max(self.disk, key=version_of))
+
+    def _load(self, actor: SimActor, command: trainer.Load) -> None:
+        torn = command.path in self.torn or (command.path is not None and command.path not in self.disk)
+        answer = trainer.LoadFailed(command.version, f"{command.path} is torn") if torn else None
+        self.memory = list(self.disk[command.path]) if command.path and not torn else []
+        actor.after(actor.world.draw(actor.world.pace.load), answer or trainer.Loaded(command.version))
+
     def _trained(self, actor: SimActor, command: trainer.Train) -> None:
         self.memory.append(command.batch.batch)
         actor.push(trainer.Trained(command.version, {"loss": 0.0}, 0.3, 64))
@@ -485,6 +496,7 @@ class TrainerSim(Quiet):
     def _saved(self, actor: SimActor, command: trainer.Save) -> None:
         path = f"sim://checkpoint/{command.version}"
         self.disk[path] = list(self.memory)
+        self.torn.discard(path)
         actor.push(trainer.Saved(command.version, path, 8, 0.02))
 
     def _send(self, actor: SimActor, command: trainer.Send) -> None:

@@ -89,6 +89,7 @@ def faults(seed: int, mode: str) -> Faults:
         rewinds=rewinds,
         wipes=0 if rewinds else random.choice((0, 0, 1)),
         lost_s=1.0 if rewinds else random.choice((0.0, 0.5, 1.0)),
+        tears=random.choice((0, 0, 1)),
         window_s=CALM_S if mode == "liveness" else STORM_S,
     )
 

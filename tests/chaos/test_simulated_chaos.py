@@ -15,7 +15,7 @@ import pytest
 
 from actors.trainer.core import Pending, TrainerCore
 from config.schema import BufferConfig
-from contracts.events import GroupDropped
+from contracts.events import ActorFailed, GroupDropped
 from pipeline.bus import Committed
 from pipeline.simulate.faults import Faults
 from pipeline.simulate.process import Broken
@@ -76,6 +76,15 @@ def test_after_a_loss_of_power_a_store_that_lost_its_last_second_goes_on_consist
 def test_a_store_that_is_lost_altogether_is_rebuilt_from_an_archive_that_ends_anywhere(seed: int):
     result = simulate(config(seed), seed, Faults(kills=4, wipes=2, window_s=8.0))
     assert result.ok, (result.halted, result.finished, result.findings[:3], result.trained)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_torn_checkpoint_is_passed_over_and_what_it_covered_is_trained_again(seed: int):
+    result = simulate(config(seed), seed, Faults(tears=1, window_s=6.0))
+    assert result.ok, (result.finished, result.findings[:3], result.trained)
+    said = [e.body for e in result.log() if isinstance(e.body, ActorFailed) and e.body.error == "CheckpointDamaged"]
+    assert len(said) <= 1
+    assert not any(failure.fatal for failure in said)
 
 
 def test_a_store_that_went_back_under_live_actors_halts_the_run_and_says_why():

@@ -86,21 +86,98 @@ def test_a_step_makes_a_new_version_and_reports_how_long_it_waited():
     assert finished.metrics["loss"] == 1.0
 
 
-def test_a_batch_is_acked_only_with_the_checkpoint_that_covers_it():
+def run_batches(driver: Driver, *numbers: int) -> list[Any]:
+    """Train and, where it is due, save; answers the commands of the last save."""
+    for number in numbers:
+        driver.feed(batch(number))
+        driver.trained()
+    return driver.saved()
+
+
+def test_a_batch_is_acked_only_once_two_checkpoints_cover_it():
     driver = Driver(every=2)
     driver.boot()
     driver.feed(batch(0))
     assert not any(isinstance(c, Ack | Release | core.Save) for c in driver.trained())
     driver.feed(batch(1))
-    assert driver.trained()[-1] == core.Save(version=2, step=2, batch=1)
+    assert driver.trained()[-1] == core.Save(version=2, step=2, batch=1, entry="2-0")
     commands = driver.saved()
+    assert emitted(commands)[0].batch == 1
+    assert not any(isinstance(c, Ack | Release) for c in commands)
+    commands = run_batches(driver, 2, 3)
     (release,) = [c for c in commands if isinstance(c, Release)]
     assert release.keys == tuple(
         s.payload.key for n in (0, 1) for g in batch(n).envelope.body.groups for s in g.samples
     )
     assert [c.ref.entry for c in commands if isinstance(c, Ack)] == ["1-0", "2-0"]
-    assert emitted(commands)[0].batch == 1
     assert core.Prune() in commands, "older checkpoints go only once the newer one is announced"
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_what_it_alone_covered_is_trained_again():
+    driver = Driver(every=2)
+    driver.boot()
+    run_batches(driver, 0, 1)
+    run_batches(driver, 2, 3)
+    driver.feed(batch(4))
+    driver.trained()
+    driver.feed(batch(5))
+    assert driver.feed(Booted(2)) == [core.Load(path="/c/4", version=6)]
+    failed, load = driver.feed(core.LoadFailed(version=6, reason="/c/4 differs"))
+    assert load == core.Load(path="/c/2", version=6)
+    assert failed.event.message == "/c/4 differs; going on from /c/2 (step 2), batches 2 to 3 are trained again"
+    assert not failed.event.fatal
+    commands = driver.feed(core.Loaded(version=6))
+    ready = emitted(commands)[0]
+    assert (ready.step, ready.parent_version, ready.abandoned) == (2, 2, (3, 4, 5))
+    order = []
+    trains = [c for c in commands if isinstance(c, core.Train)]
+    while trains:
+        order.append((trains[0].batch.batch, trains[0].step, trains[0].version))
+        commands = driver.trained()
+        if any(isinstance(c, core.Save) for c in commands):
+            commands = driver.saved()
+        trains = [c for c in commands if isinstance(c, core.Train)]
+    assert order == [(2, 3, 7), (3, 4, 8), (4, 5, 9), (5, 6, 10)]
+
+
+def test_the_first_checkpoint_falls_back_on_the_initial_model():
+    driver = Driver()
+    driver.boot()
+    run_batches(driver, 0)
+    driver.feed(Booted(2))
+    failed, load = driver.feed(core.LoadFailed(version=2, reason="torn"))
+    assert load == core.Load(path=None, version=2)
+    assert "going on from the initial model (step 0)" in failed.event.message
+
+
+def test_without_a_checkpoint_to_fall_back_on_the_run_ends_with_the_reason():
+    driver = Driver()
+    driver.boot()
+    run_batches(driver, 0)
+    run_batches(driver, 1)
+    driver.feed(Booted(2))
+    driver.feed(core.LoadFailed(version=3, reason="/c/2 torn"))
+    (failed,) = driver.feed(core.LoadFailed(version=3, reason="/c/1 torn"))
+    assert failed.event.fatal
+    assert failed.event.message.startswith("/c/1 torn; the run can't go on")
+    assert driver.feed(Booted(3)) == [core.Load(path="/c/1", version=4)], "a repaired one is tried again"
+
+
+def test_news_of_a_load_that_is_over_changes_nothing():
+    driver = Driver()
+    driver.boot()
+    state = driver.state
+    assert driver.feed(core.LoadFailed(version=0, reason="late")) == []
+    assert driver.state == state
+
+
+def test_a_batch_that_only_the_newest_checkpoint_covers_is_not_trained_twice():
+    driver = Driver()
+    driver.boot()
+    run_batches(driver, 0)
+    driver.feed(Booted(2))
+    driver.feed(core.Loaded(version=2))
+    assert driver.feed(batch(0)) == []
 
 
 def test_after_a_crash_uncovered_batches_are_trained_again_in_order_and_their_versions_abandoned():
@@ -297,6 +374,7 @@ class World:
     def __init__(self, every: int) -> None:
         self.driver = Driver(steps=8, every=every)
         self.boots = 0
+        self.torn = False
         self.sent = 0
         self.pending: dict[str, Delivered] = {}
         self.disk: dict[str, list[int]] = {}
@@ -322,6 +400,11 @@ class World:
         for delivery in list(self.pending.values()):
             self.absorb(self.driver.feed(delivery))
 
+    def tear(self) -> None:
+        """The newest checkpoint is found torn at the next start, if there is one before it."""
+        self.torn = self.driver.state.before is not None
+        self.crash()
+
     def send(self) -> None:
         if self.driver.core.intake(self.driver.state).get("batches"):
             delivery = batch(self.sent)
@@ -334,6 +417,10 @@ class World:
             return
         command = self.ops.pop()
         if isinstance(command, core.Load):
+            if self.torn and command.path:
+                self.torn = False
+                self.absorb(self.driver.feed(core.LoadFailed(version=command.version, reason="torn")))
+                return
             self.memory = list(self.disk[command.path]) if command.path else []
             self.absorb(self.driver.feed(core.Loaded(version=command.version)))
         elif isinstance(command, core.Train):
@@ -345,7 +432,10 @@ class World:
 
 
 @settings(max_examples=300, deadline=None)
-@given(every=st.integers(1, 4), moves=st.lists(st.sampled_from(["send", "perform", "perform", "crash"]), max_size=80))
+@given(
+    every=st.integers(1, 4),
+    moves=st.lists(st.sampled_from(["send", "perform", "perform", "crash", "tear"]), max_size=80),
+)
 def test_whatever_crashes_the_surviving_weights_saw_each_batch_once_and_in_order(every: int, moves: list[str]):
     world = World(every)
     world.crash()
@@ -356,7 +446,10 @@ def test_whatever_crashes_the_surviving_weights_saw_each_batch_once_and_in_order
         world.send()
         world.perform()
     assert world.memory == list(range(8))
-    assert world.pending == {} or min(int(e.split("-")[0]) for e in world.pending) > 8
+    before = world.driver.state.before
+    assert before is not None
+    assert all(int(entry.partition("-")[0]) > before.step for entry in world.pending)
+    assert {item.ref.entry for item in world.driver.state.covered.held} <= world.pending.keys()
     assert world.versions == sorted(set(world.versions)), "versions only rise and are never reused"
 
 
