@@ -182,6 +182,74 @@ def replay(run: str | None, **how: Any) -> None:
 
 
 @main.command()
+@click.argument("first")
+@click.argument("second")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+def diff(first: str, second: str, as_json: bool) -> None:
+    """Find the first event, by causes, where the run SECOND leaves the way of the healthy run FIRST.
+
+    Exit code 1 if they part.
+    """
+    import msgspec
+
+    from pipeline import eventlog, parting
+    from pipeline.rundir import RunDir
+
+    runs = [RunDir.find(name) for name in (first, second)]
+    one, two = (eventlog.numbered(run) for run in runs)
+    found = parting.compare(one, two, parting.end_of(runs[1]))
+    if as_json:
+        click.echo(msgspec.json.encode(found).decode())
+    else:
+        for line in parting.lines(found, (runs[0].path.name, runs[1].path.name)):
+            click.echo(line)
+    raise click.exceptions.Exit(Exit.FAILED if found.parting else Exit.DONE)
+
+
+@main.command()
+@click.argument("run", required=False)
+@click.option("-o", "out", type=click.Path(path_type=Path), help="Where to write; default trace.json in the run.")
+def trace(run: str | None, out: Path | None) -> None:
+    """Write a run as a Chrome trace, to be opened at https://ui.perfetto.dev."""
+    import msgspec
+
+    from pipeline import eventlog
+    from pipeline import trace as tracing
+    from pipeline.rundir import RunDir
+
+    directory = RunDir.find(run)
+    target = out or directory / "trace.json"
+    made = tracing.chrome(envelope for _, envelope in eventlog.archived(directory))
+    try:
+        target.write_bytes(msgspec.json.encode(made))
+    except OSError as error:
+        raise PipelineError(f"{target} can't be written: {error.strerror}", Exit.USAGE) from error
+    click.echo(f"{target}: {len(made['traceEvents'])} trace events")
+
+
+@main.command()
+@click.argument("run", required=False)
+@click.option("-o", "out", type=click.Path(path_type=Path), help="The file; default RUN.tar.gz here.")
+@click.option("--payloads", is_flag=True, help="Take prompts and trajectories along.")
+@click.option("--stacks/--no-stacks", default=True, show_default=True, help="Stacks of live actors, by py-spy.")
+@click.option("--to-test", "test", metavar="NAME", help="Write a regression test that replays the run instead.")
+@click.option("--tests", default="tests/regressions", type=click.Path(path_type=Path), help="Where --to-test writes.")
+def bundle(run: str | None, out: Path | None, payloads: bool, stacks: bool, test: str | None, tests: Path) -> None:
+    """Pack a run into one file for a bug report, without secrets."""
+    from pipeline import bundle as bundling
+    from pipeline.rundir import RunDir
+
+    directory = RunDir.find(run)
+    if test is not None:
+        click.echo(bundling.to_test(directory, tests, test, payloads=payloads))
+        return
+    target = out or Path(f"{directory.path.name}.tar.gz")
+    facts = bundling.make(directory, target, payloads=payloads, stacks=stacks)
+    click.echo(f"{target}: {target.stat().st_size:,} bytes, {facts['hidden']} secrets hidden")
+    click.echo("it holds " + ("prompts and trajectories" if payloads else "no prompts and no trajectories"))
+
+
+@main.command()
 @click.option("--seed", default=0, show_default=True, help="Same seed, same log, byte for byte.")
 @click.option("--engines", default=2, show_default=True, type=click.IntRange(1, 512))
 @click.option("--collectors", default=1, show_default=True, type=click.IntRange(1, 512))

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from actors.recorder import archive
-from actors.recorder.ordering import START, advance, settled
+from actors.recorder.ordering import START, advance, number, settled
 from contracts.core import Entry
 from contracts.envelope import STREAMS, Envelope, decode
 from contracts.events import Event, RunFinished, TaskIssued, kind
@@ -106,6 +106,11 @@ def archived(run: RunDir) -> Iterator[tuple[Entry, Envelope[Event]]]:
             yield entry, decode(entry.stream, entry.data)
     except archive.ArchiveError as error:
         raise PipelineError(str(error), Exit.FAILED) from error
+
+
+def numbered(run: RunDir) -> Iterator[tuple[int, Envelope[Event]]]:
+    """Every archived event with its place in the log. Raises `PipelineError` if the archive is damaged."""
+    return ((number(entry.entry), envelope) for entry, envelope in archived(run))
 
 
 def render(entry: Entry, envelope: Envelope[Event]) -> bytes:

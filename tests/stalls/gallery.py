@@ -313,7 +313,7 @@ class Full(Exception):
 
 def store_runs_out_of_memory(scene: Scene) -> None:
     store: Any = scene.world.store
-    commit, limit = store.commit, 2000
+    commit, limit = store.commit, 400
 
     def commits(actor: str, batch: Any) -> Any:
         if sum(map(len, store.payloads.values())) + sum(len(data) for _, data in batch.payloads) > limit:

@@ -1,0 +1,211 @@
+"""A bundle tells what happened and nothing that is secret, and what it holds replays."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+from actors.recorder import archive as archives
+from actors.recorder.archive import Writer
+from contracts import events
+from contracts.envelope import decode, encode
+from pipeline import bundle, cli
+from pipeline.errors import PipelineError
+from pipeline.launcher import config_of
+from pipeline.replay.check import check
+from pipeline.replay.recorded import Recorded
+from pipeline.rundir import RunDir
+from pipeline.secrets import Scrubber
+from pipeline.simulate import archive
+from tests.stalls.gallery import PATIENT, long_tail_in_drain
+from tests.stalls.scene import Scene
+
+SECRET = "hunter2-hunter2"
+
+
+@pytest.fixture
+def stalled(tmp_path: Path) -> RunDir:
+    """A stalled run with a secret in its logs, its configuration and its events, and prompts in its tasks."""
+    scene = Scene(PATIENT)
+    long_tail_in_drain(scene)
+    shell: Any = scene["source"].shell
+    perform = shell.perform
+
+    def prompts(actor: Any, command: Any) -> None:
+        after = actor.after
+        actor.after = lambda delay, fetched: after(delay, _with_prompts(fetched))
+        perform(actor, command)
+        actor.after = after
+
+    shell.perform = prompts
+    scene.start()
+    scene.run(30.0)
+    scene.world.post(
+        events.ActorFailed(actor="source", error="E", message=f"GET https://me:{SECRET}@host/x", fatal=False), "secret"
+    )
+    scene.run(30.0)
+    run = archive.write(scene.world, PATIENT, tmp_path / "run")
+    (run.logs / "source.jsonl").write_text(json.dumps({"event": f"token {SECRET} sk-abcdefghijklmnopqrstuv"}) + "\n")
+    info = json.loads((run / "run.json").read_text())
+    info["config"]["producer"]["args"] = {"api_key": SECRET, "max_new_tokens": 64}
+    (run / "run.json").write_text(json.dumps(info))
+    config = msgspec.yaml.decode((run / "config.yaml").read_bytes())
+    config["producer"]["args"] = {"api_key": SECRET, "max_new_tokens": 64}
+    (run / "config.yaml").write_bytes(msgspec.yaml.encode(config))
+    return run
+
+
+def _with_prompts(fetched: Any) -> Any:
+    tasks = tuple(msgspec.structs.replace(task, payload=b'{"prompt":"the owner\'s data"}') for task in fetched.tasks)
+    return msgspec.structs.replace(fetched, tasks=tasks)
+
+
+def content(run: RunDir) -> bytes:
+    """Everything in a run directory, decompressed."""
+    found = [path.read_bytes() for path in run.path.rglob("*") if path.is_file() and path.suffix != ".zst"]
+    found += [entry.data for folder in ("events", "journals") for entry in archives.read(run / folder)]
+    return b"\n".join(found)
+
+
+def test_secrets_and_data_stay_at_home(stalled: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("MY_API_KEY", SECRET)
+    assert SECRET.encode() in content(stalled)
+    assert b"the owner's data" in content(stalled)
+    facts = bundle.make(stalled, tmp_path / "b.tar.gz", stacks=False)
+    packed = content(bundle.unpack(tmp_path / "b.tar.gz", tmp_path / "out"))
+    assert SECRET.encode() not in packed
+    assert b"sk-abcdefghijklmnopqrstuv" not in packed
+    assert b"the owner's data" not in packed
+    assert b"max_new_tokens" in packed
+    assert facts["hidden"] >= 4
+    assert not facts["payloads"]
+
+
+def test_a_bundle_is_a_run_that_replays_and_is_explained(stalled: RunDir, tmp_path: Path):
+    bundle.make(stalled, tmp_path / "b.tar.gz", stacks=False)
+    run = bundle.unpack(tmp_path / "b.tar.gz", tmp_path / "out")
+    verdict = check(Recorded.read(run, config_of(run)))
+    assert verdict.divergences == ()
+    assert verdict.steps == check(Recorded.read(stalled, config_of(stalled))).steps
+    assert "drain_tail (engine-0)" in (run / "why.txt").read_text()
+    result = CliRunner().invoke(cli.main, ["why", str(run.path), "--json"])
+    assert json.loads(result.output)["cause"]["code"] == "drain_tail"
+
+
+def test_a_divergence_of_the_run_is_one_of_the_bundle(stalled: RunDir, tmp_path: Path):
+    text = (stalled / "config.yaml").read_text()
+    (stalled / "config.yaml").write_text(text.replace("max_staleness: 1", "max_staleness: 2"))
+    before = check(Recorded.read(stalled, config_of(stalled))).divergences
+    bundle.make(stalled, tmp_path / "b.tar.gz", stacks=False)
+    run = bundle.unpack(tmp_path / "b.tar.gz", tmp_path / "out")
+    after = check(Recorded.read(run, config_of(run))).divergences
+    assert [(each.actor, each.seq) for each in after] == [(each.actor, each.seq) for each in before] != []
+
+
+def test_payloads_come_along_when_asked_for(stalled: RunDir, tmp_path: Path):
+    writer = Writer(stalled / "payloads", 0.0)
+    writer.append("payload", "1-0", b"tokens")
+    writer.close(0.0)
+    bundle.make(stalled, tmp_path / "b.tar.gz", payloads=True, stacks=False)
+    run = bundle.unpack(tmp_path / "b.tar.gz", tmp_path / "out")
+    assert b"the owner's data" in content(run)
+    assert [entry.data for entry in archives.read(run / "payloads")] == [b"tokens"]
+
+
+def test_stacks_say_for_each_actor_how_they_were_taken(tmp_path: Path, stalled: RunDir):
+    import socket
+
+    writer = Writer(stalled.events, 0.0)
+    last = [e for e in archives.read(stalled.events)][-1]
+    for offset, (name, pid) in enumerate((("trainer", os.getpid()), ("buffer", 2**22 + 1)), 1):
+        envelope = decode(last.stream, last.data)
+        body = events.ActorBooted(actor=name, boot=9, pid=pid, host=socket.gethostname())
+        moved = msgspec.structs.replace(envelope, stream="fleet", actor=name, id=f"{name}:x", body=body)
+        place = int(last.entry.partition("-")[0]) + offset
+        writer.append("fleet", f"{place}-0", encode(moved))
+    writer.close(0.0)
+    facts = bundle.make(stalled, tmp_path / "b.tar.gz")
+    assert facts["stacks"]["buffer"] == f"process {2**22 + 1} does not exist"
+    assert facts["stacks"]["trainer"]
+
+
+def test_a_test_is_written_that_passes_now_and_fails_when_a_core_changes(stalled: RunDir, tmp_path: Path):
+    result = CliRunner().invoke(
+        cli.main, ["bundle", str(stalled.path), "--to-test", "long_tail", "--tests", str(tmp_path / "tests")]
+    )
+    assert result.exit_code == 0, result.output
+    test = tmp_path / "tests" / "test_long_tail.py"
+    assert "('drain_tail', 'engine-0')" in test.read_text()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(test)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+    broken = tmp_path / "conftest.py"
+    broken.write_text("import actors.buffer.core\nactors.buffer.core.AHEAD = 0\n")
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1, done.stdout
+    assert "test_long_tail_replays_as_recorded" in done.stdout
+
+
+def test_nothing_is_overwritten(stalled: RunDir, tmp_path: Path):
+    (tmp_path / "b.tar.gz").write_bytes(b"mine")
+    with pytest.raises(PipelineError, match="exists"):
+        bundle.make(stalled, tmp_path / "b.tar.gz")
+    assert (tmp_path / "b.tar.gz").read_bytes() == b"mine"
+    with pytest.raises(PipelineError, match="lower-case"):
+        bundle.to_test(stalled, tmp_path, "../evil")
+
+
+def test_a_hostile_archive_is_not_unpacked_outside(tmp_path: Path):
+    file = tmp_path / "evil.tar.gz"
+    with tarfile.open(file, "w:gz") as tar:
+        member = tarfile.TarInfo("../outside.txt")
+        member.size = 4
+        tar.addfile(member, io.BytesIO(b"evil"))
+    with pytest.raises(PipelineError, match="is no bundle"):
+        bundle.unpack(file, tmp_path / "in")
+    assert not (tmp_path / "outside.txt").exists()
+    file.write_bytes(b"not a tar at all")
+    with pytest.raises(PipelineError, match="is no bundle"):
+        bundle.unpack(file, tmp_path / "in")
+
+
+@pytest.mark.parametrize(
+    ("text", "clean"),
+    [
+        ("redis://user:pass@host:1", "redis://***@host:1"),
+        ("redis://:pass@host", "redis://***@host"),
+        ("http://host/a:b@c", "http://host/a:b@c"),
+        ("Authorization: Bearer abcdefghijklmnop", "Authorization: Bearer ***"),
+        ("key hf_abcdefghijklmnopqrst.", "key ***."),
+        ("tokens=64 max_new_tokens=3", "tokens=64 max_new_tokens=3"),
+    ],
+)
+def test_what_looks_like_a_secret_is_hidden_and_nothing_else(text: str, clean: str):
+    scrub = Scrubber({})
+    assert scrub.text(text) == clean
+    assert scrub.touches(text.encode()) == (text != clean)
+
+
+def test_settings_are_hidden_by_their_names():
+    scrub = Scrubber({"HF_TOKEN": "abcdefghij", "SHORT_TOKEN": "abc"})
+    value = {
+        "token": "x",
+        "tokenizer": "t",
+        "max_new_tokens": 4,
+        "nested": [{"password": "p"}],
+        "note": "abcdefghij abc",
+    }
+    assert scrub.value(value) == {
+        "token": "***", "tokenizer": "t", "max_new_tokens": 4, "nested": [{"password": "***"}], "note": "*** abc"
+    }  # fmt: skip

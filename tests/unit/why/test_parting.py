@@ -1,0 +1,115 @@
+"""Two runs part at the event that one of them lacks, whatever their timing was before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from actors.recorder.ordering import number
+from contracts.envelope import Envelope, decode
+from pipeline import cli
+from pipeline.causality import graph, key_of, spoken
+from pipeline.parting import Difference, compare
+from pipeline.simulate import archive
+from tests.stalls.gallery import GALLERY, Stall
+from tests.stalls.scene import BASE, Scene
+
+
+def log_of(scene: Scene) -> list[tuple[int, Envelope[Any]]]:
+    return [(number(e.entry), decode(e.stream, e.data)) for e in scene.world.store.log]
+
+
+def healthy(config: Any = BASE, seed: int = 7, seconds: float = 15.0, pace: Any = None) -> Scene:
+    scene = Scene(config, seed=seed, pace=pace)
+    scene.start()
+    scene.run(seconds)
+    return scene
+
+
+def parting_of(name: str, seed: int = 7, seconds: float = 60.0) -> Difference:
+    stall: Stall = next(stall for stall in GALLERY if stall.name == name)
+    scene = Scene(stall.config, pace=stall.pace)
+    stall.arrange(scene)
+    scene.start()
+    scene.run(seconds)
+    first = healthy(stall.config, seed, pace=stall.pace, seconds=40.0 if stall.pace else 15.0)
+    return compare(log_of(first), log_of(scene), scene.world.now())
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "key"),
+    [
+        ("one straggler in a group", "missing", "trajectory.finished(14, 2)"),
+        ("producer hangs", "missing", "task.issued(32)"),
+        ("optimizer step hangs", "missing", "step.finished(6)"),
+        ("trainer waits for a refit that waits for the trainer", "missing", "transfer.offered(6)"),
+        ("engine dead mid-transfer", "extra", "engine.dead(engine-1, 1)"),
+        ("broadcast never ends", "missing", "transfer.finished(4)"),
+        ("health probe blocked by a broadcast", "extra", "engine.dead(engine-0, 1)"),
+        ("engine never starts", "missing", "engine.ready(engine-1, 1)"),
+        ("environment fails every task", "extra", "sample.failed(20, "),
+        ("dataset ends after one epoch", "extra", "data.exhausted"),
+    ],
+)
+def test_a_stalled_run_parts_from_one_of_another_seed_where_it_went_wrong(name: str, how: str, key: str):
+    parting = parting_of(name).parting
+    assert parting is not None
+    assert (parting.how, parting.key[: len(key)]) == (how, key), parting
+
+
+def test_what_each_run_did_next_is_shown_from_the_same_causes_on():
+    found = parting_of("optimizer step hangs")
+    assert found.next_first[0].text.startswith("step.finished version=6")
+    assert found.next_second
+    assert found.parting is not None
+    assert "batch.ready(6)" in found.parting.after
+    assert all("step.finished version=6" not in each.text for each in found.next_second)
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_healthy_runs_of_other_seeds_do_not_part(seed: int):
+    found = compare(log_of(healthy(seed=7)), log_of(healthy(seed=seed)))
+    assert found.parting is None, found.parting
+    assert found.common > 300
+
+
+def test_a_run_is_the_same_as_itself_and_as_its_beginning():
+    log = log_of(healthy(seconds=8.0))
+    assert compare(log, log).parting is None
+    assert compare(log, log[: len(log) // 2]).parting is None, "a log that ends is no stall"
+    assert compare(log, []).parting is None
+
+
+def test_every_event_follows_from_earlier_ones_only():
+    nodes = graph(log_of(healthy(seconds=8.0)))
+    assert all(nodes[parent].position < node.position for node in nodes.values() for parent in node.parents)
+    assert sum(not node.parents for node in nodes.values()) <= 2, "only what precedes run.started stands alone"
+
+
+def test_keys_name_events_and_leave_out_what_timing_decides():
+    log = log_of(healthy(seconds=4.0))
+    keys = [key for _, envelope in log if (key := key_of(envelope.body)) is not None]
+    assert len(keys) == len(set(keys)), "in a run without faults no two events are the same"
+    assert spoken(("engine.drained", 17, "engine-3")) == "engine.drained(17, engine-3)"
+    assert {type(e.body).__name__ for _, e in log if key_of(e.body) is None} <= {
+        "WaitStarted", "WaitEnded", "BufferDepth", "CreditGranted"
+    }  # fmt: skip
+
+
+def test_the_command_compares_run_directories(tmp_path: Path):
+    stall = next(stall for stall in GALLERY if stall.name == "optimizer step hangs")
+    bad = Scene(stall.config)
+    stall.arrange(bad)
+    bad.start()
+    bad.run(60.0)
+    one = archive.write(healthy().world, BASE, tmp_path / "good").path
+    two = archive.write(bad.world, BASE, tmp_path / "bad").path
+    result = CliRunner().invoke(cli.main, ["diff", str(one), str(two)])
+    assert result.exit_code == 1
+    assert "the runs part at step.finished(6)" in result.output
+    assert "bad has gone on for" in result.output
+    same = CliRunner().invoke(cli.main, ["diff", str(one), str(one), "--json"])
+    assert (same.exit_code, '"parting":null' in same.output) == (0, True)
