@@ -42,6 +42,7 @@ NAMED_BY: dict[type, tuple[str, ...]] = {
     ev.GatewayReady: ("gateway", "boot"),
     ev.EngineDead: ("engine", "boot"),
     ev.DataExhausted: (),
+    ev.FleetScaled: ("engines",),
     ev.ActorFailed: ("actor", "error"),
     ev.DataLost: ("stream", "entries"),
     ev.RunStarted: (),

@@ -27,7 +27,7 @@ class Actor(msgspec.Struct):
 
 
 class Engine(msgspec.Struct):
-    """`mode`: starting, uncertain, serving, quarantined or dead, as the log tells it."""
+    """`mode`: starting, uncertain, serving, suspect, quarantined, dead or retired, as the log tells it."""
 
     boot: int = 0
     mode: str = "starting"

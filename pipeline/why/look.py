@@ -7,6 +7,7 @@ from itertools import pairwise
 from statistics import median
 
 import msgspec
+from msgspec.structs import replace
 
 from actors import registry
 from actors.collector import core as collector
@@ -45,6 +46,8 @@ class Look:
         self.evidence = evidence
         self.floor_s = floor_s
         self.staleness = 0 if config.sync else config.buffer.max_staleness
+        if model.wanted_engines is not None:
+            config = replace(config, engine=replace(config.engine, count=model.wanted_engines))
         self.names = registry.names(config)
 
     # --- time ---

@@ -49,6 +49,8 @@ class Model:
         """Time of the last event that is progress, rather than a wait or a complaint."""
         self.actors: dict[str, Actor] = {}
         self.engines: dict[str, Engine] = {}
+        self.wanted_engines: int | None = None
+        """The size that the fleet was scaled to, None while it has the configured one."""
         self.waits: dict[tuple[str, str], Wait] = {}
         self.waited: dict[tuple[str, str], deque[Waited]] = {}
         self.groups: dict[int, Group] = {}
@@ -332,6 +334,15 @@ class Model:
         self._mode(event.engine, event.boot, "dead", at, event.reason)
         if self.barrier is not None:
             self.barrier.deaths.append(event.engine)
+
+    def _on_engine_health(self, event: ev.EngineHealth, at: float, by: str) -> None:
+        """The coordinator's view; what an engine says of itself stands above it."""
+        known = self.engines.get(event.engine)
+        if event.health in ("suspect", "retired", "dead") and (known is None or known.boot <= event.boot):
+            self._mode(event.engine, event.boot, event.health, at, event.reason)
+
+    def _on_fleet_scaled(self, event: ev.FleetScaled, at: float, by: str) -> None:
+        self.wanted_engines = event.engines
 
     def _on_actor_booted(self, event: ev.ActorBooted, at: float, by: str) -> None:
         actor = self.actors.setdefault(event.actor, Actor())

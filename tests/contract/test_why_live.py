@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,8 +63,8 @@ async def _fill(url: str, name: str, scene: Scene) -> None:
         for actor, records in scene.world.store.journals.items():
             for seq, record in enumerate(records, 1):
                 await bus._link.command("XADD", bus.keys.journal(actor), f"{seq}-0", "e", record)
-        process = subprocess.Popen([sys.executable, "-c", ""])
-        process.wait()
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", "")
+        await process.wait()
         for actor, pid in (("gateway-0", os.getpid()), ("source", process.pid)):
             body = events.ActorBooted(actor=actor, boot=1, pid=pid, host=socket.gethostname())
             newest = decode(scene.world.store.log[-1].stream, scene.world.store.log[-1].data)

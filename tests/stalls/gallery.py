@@ -313,10 +313,11 @@ class Full(Exception):
 
 def store_runs_out_of_memory(scene: Scene) -> None:
     store: Any = scene.world.store
-    commit, limit = store.commit, 400
+    commit, limit, kept = store.commit, 2000, []
 
     def commits(actor: str, batch: Any) -> Any:
-        if sum(map(len, store.payloads.values())) + sum(len(data) for _, data in batch.payloads) > limit:
+        kept.extend(len(data) for _, data in batch.payloads)
+        if sum(kept) > limit:
             scene.store_facts = StoreFacts(used=limit, limit=limit)
         if scene.store_facts is not None:
             raise Full
@@ -539,7 +540,7 @@ GALLERY = (
     Stall(
         name="store out of memory",
         report="OptimalBits/bull#433",
-        off="nothing",
+        off="the release of payloads that a checkpoint covers",
         arrange=store_runs_out_of_memory,
         cause="store_full",
         culprit="store",

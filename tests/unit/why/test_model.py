@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
+from config.schema import RunConfig
 from contracts import events
+from pipeline.why.look import Look
 from pipeline.why.model import Model
+from pipeline.why.result import Evidence
 from tests.unit.view.story import Story, batch, booted, committed, issued, requested, rolled, stepped
 
 
@@ -145,3 +148,17 @@ def test_given_up_entries_mark_the_group_and_the_batch_that_they_held():
     assert model.batches[5].lost
     model.apply(story.add(events.DataLost(stream="tasks", entries=("11-0",), reason="poison")), 16)
     assert model.groups[0].lost == [1, 0]
+
+
+def test_the_fleet_is_what_scaling_and_the_coordinator_say():
+    story = Story()
+    for name in ("engine-0", "engine-1"):
+        story.add(events.EngineReady(engine=name, boot=1, url="u", ranks=1, seconds=1.0))
+    story.add(events.FleetScaled(engines=1))
+    story.add(events.EngineHealth(engine="engine-1", boot=1, was="healthy", health="retired", reason="scaled down"))
+    story.add(events.EngineHealth(engine="engine-0", boot=0, was="healthy", health="dead", reason="an older boot"))
+    model = fold(story)
+    assert model.wanted_engines == 1
+    assert (model.engines["engine-0"].mode, model.engines["engine-1"].mode) == ("uncertain", "retired")
+    look = Look(model, RunConfig(), story.now, Evidence(), 15.0)
+    assert [name for name in look.names if name.startswith("engine-")] == ["engine-0"]

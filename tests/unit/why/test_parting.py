@@ -95,7 +95,7 @@ def test_keys_name_events_and_leave_out_what_timing_decides():
     assert len(keys) == len(set(keys)), "in a run without faults no two events are the same"
     assert spoken(("engine.drained", 17, "engine-3")) == "engine.drained(17, engine-3)"
     assert {type(e.body).__name__ for _, e in log if key_of(e.body) is None} <= {
-        "WaitStarted", "WaitEnded", "BufferDepth", "CreditGranted"
+        "WaitStarted", "WaitEnded", "BufferDepth", "CreditGranted", "EngineHealth"
     }  # fmt: skip
 
 
