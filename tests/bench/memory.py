@@ -61,6 +61,7 @@ class ServerStore:
         self.added = 0
         self.now = 0.0
         self.registers: defaultdict[str, int] = defaultdict(int)
+        self.raised_at: dict[str, float] = {}
         self.snapshots: dict[str, tuple[int, bytes]] = {}
         self.journals: dict[str, list[bytes]] = {}
         self.cursors: dict[str, dict[str, str]] = {}
@@ -88,6 +89,7 @@ class ServerStore:
     def commit(self, actor: str, commit: Commit) -> Committed:
         done = self._wait(self._buses[actor].commit(commit))
         self.registers.update(commit.registers)
+        self.raised_at.update((name, self.now) for name, _ in commit.registers)
         for (stream, _), entry in zip(commit.adds, done.entries, strict=True):
             self._note(stream, entry)
         return done

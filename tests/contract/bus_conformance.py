@@ -343,6 +343,16 @@ async def test_after_a_boot_own_unfinished_entries_come_first(store: Store) -> N
     assert [(e.data, e.deliveries) for e in third] == [(b"new", 1)]
 
 
+async def test_deliveries_are_counted_over_boots_and_apart_from_other_readers(store: Store) -> None:
+    _, _, (task,) = await working(store, "a")
+    other = await store.bus("b")
+    await other.post("tasks", b"another's")
+    await other.read_work({"tasks": 5}, GROUP, block_ms=None)
+    for deliveries in (2, 3):
+        again = await (await store.bus("a")).read_work({"tasks": 5}, GROUP, block_ms=None)
+        assert [(e.entry, e.deliveries) for e in again] == [(task, deliveries)]
+
+
 async def test_unfinished_entries_come_again_however_many_there_are(store: Store) -> None:
     _, _, tasks = await working(store, "a", entries=230)
     again = await store.bus("a")
@@ -421,6 +431,13 @@ async def test_entries_deleted_while_owed_are_reported_once(store: Store) -> Non
     assert await again.claim_idle("tasks", GROUP, 0, 9) == Claimed([], [])
 
 
+async def test_an_entry_that_is_gone_does_not_hide_the_next(store: Store) -> None:
+    _, _, (gone, kept) = await working(store, "a", entries=2)
+    await store.command("XDEL", "{tasks}", gone)
+    claimed = await (await store.bus("b")).claim_idle("tasks", GROUP, 0, 1)
+    assert ([e.entry for e in claimed.entries], claimed.deleted) == ([kept], [gone])
+
+
 async def test_renewing_keeps_entries_from_being_taken_over(store: Store) -> None:
     bus, _, (mine, taken, gone) = await working(store, "a", entries=3)
     await age(store, "a", mine)
@@ -435,6 +452,8 @@ async def test_renewing_keeps_entries_from_being_taken_over(store: Store) -> Non
 async def test_a_buried_entry_is_in_the_dead_letter_stream_and_acked(store: Store) -> None:
     bus, _, (task, gone) = await working(store, "a", entries=2)
     await store.command("XDEL", "{tasks}", gone)
+    with pytest.raises(LeaseLostError):
+        await (await store.bus("b")).bury("tasks", GROUP, task, reason="not mine", now=12.0)
     buried = await bus.bury("tasks", GROUP, task, reason="too often", now=12.5)
     await bus.bury("tasks", GROUP, gone, reason="gone", now=13.0)
     first, second = await store.command("XRANGE", "{dead:tasks}", "-", "+")
@@ -456,6 +475,7 @@ async def test_a_dead_letter_is_requeued_or_dropped_once(store: Store, monkeypat
     first, second, third = await bus.dead.read("tasks")
     assert first == Letter("tasks", first.entry, tasks[0], "reason 0", 2.5, 1, b"task 0")
     again = await bus.dead.requeue("tasks", first.entry, b"changed")
+    assert again == "4-0", "it has its place in the order of the log"
     assert [(e.entry, e.data) for e in await bus.read_work({"tasks": 9}, GROUP, block_ms=None)] == [(again, b"changed")]
     assert await bus.dead.requeue("tasks", first.entry, b"changed") is None
     assert await bus.read_work({"tasks": 9}, GROUP, block_ms=None) == []

@@ -90,14 +90,14 @@ MUTANTS = (
     Mutant("redeliver", "not what is held", "not skip[id] and ", "", "unfinished or lost"),
     Mutant("redeliver", "count", "if #out == room then return out end", "", "unfinished or boot"),
     Mutant("redeliver", "gone entries stay", "if entry then", "if true then", "deleted"),
-    Mutant("redeliver", "deliveries are counted", "item[4] + 1", "item[4]", "unfinished or lost or boot"),
-    Mutant("redeliver", "deliveries are stored", "'RETRYCOUNT', deliveries, ", "", "unfinished or lost or boot"),
+    Mutant("redeliver", "deliveries are counted", "item[4] + 1", "item[4]", "unfinished or counted"),
+    Mutant("redeliver", "deliveries are stored", "'RETRYCOUNT', deliveries, ", "", "unfinished or counted"),
     Mutant("redeliver", "all pages", "if #page < 100 then return out end", "do return out end", "unfinished"),
-    Mutant("redeliver", "own entries only", "100, consumer)", "100)", "unfinished or own or idle or lost"),
+    Mutant("redeliver", "own entries only", "100, consumer)", "100)", "unfinished or counted"),
     # claim
     Mutant("claim", "only idle", "consumer, min_idle_ms, from", "consumer, 0, from", "idle or taken"),
     Mutant("claim", "count", "'COUNT', room - #entries", "'COUNT', 100", "idle"),
-    Mutant("claim", "all pages", "until from == '0-0' or #entries == room", "until true", "idle or deleted or claim"),
+    Mutant("claim", "all pages", "until from == '0-0' or #entries == room", "until true", "idle or deleted or hide"),
     Mutant("claim", "deleted ones are told", "deleted[#deleted + 1] = id", "", "deleted"),
     # renew
     Mutant("renew", "own entries only", "id, id, 1, consumer)", "id, id, 1)", "renew"),
