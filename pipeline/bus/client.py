@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import zstandard
 
 from contracts.core import Entry
 from pipeline.bus import scripts
@@ -50,6 +51,8 @@ class Bus:
         self._link = link
         self._reader = Reader(link, self.keys, actor)
         self.dead = DeadLetters(link, self.keys)
+        self._squeeze = zstandard.ZstdCompressor(level=1).compress
+        self._expand = zstandard.ZstdDecompressor().decompress
 
     @classmethod
     async def connect(
@@ -122,7 +125,7 @@ class Bus:
             leases=[self._lease(lease) for lease in commit.leases],
             acks=[self._lease(lease) for lease in commit.acks],
             raises=commit.registers,
-            payloads=[(Key(keys.payload(id)), data) for id, data in commit.payloads],
+            payloads=[(Key(keys.payload(id)), self._squeeze(data)) for id, data in commit.payloads],
             adds=[(Key(keys.stream(stream)), data) for stream, data in commit.adds],
             positions=[(position.stream, position.entry) for position in commit.cursors],
             records=commit.journal,
@@ -264,7 +267,10 @@ class Bus:
     # --- state ---
 
     async def payloads(self, keys: Sequence[str]) -> list[bytes]:
-        """Payloads in the order of `keys`. Raises PayloadMissing naming the first that is not there."""
+        """Payloads in the order of `keys`; the store holds them compressed.
+
+        Raises PayloadMissing naming the first that is not there, BusError naming one that is damaged.
+        """
         found: list[bytes] = []
         for start in range(0, len(keys), FETCH):
             part = keys[start : start + FETCH]
@@ -272,7 +278,10 @@ class Bus:
             for id, value in zip(part, values, strict=True):
                 if value is None:
                     raise PayloadMissing(id)
-                found.append(value)
+                try:
+                    found.append(self._expand(value))
+                except zstandard.ZstdError as error:
+                    raise BusError(f"payload {id} is damaged in the store: {error}") from error
         return found
 
     async def register(self, name: str) -> int:

@@ -1,123 +1,366 @@
-"""Prices of the bus, as ratios to a plain XADD measured in the same run: `python tests/bench/bus.py`.
+"""Prices of the bus against the bare server, and against a loop of one pickled message at a time.
 
-Rows alternate between the kinds of write, so that a slow moment of the machine hits all of them; medians of the ratios.
+`python -m tests.bench.bus`. Every row is a ratio of two things measured in turns in one run, so that a slow moment of
+the machine hits both; medians over the rounds. Everything goes over the server's Unix socket.
 """
 
 from __future__ import annotations
 
 import asyncio
+import pickle
+import random
+import shutil
 import statistics
+import subprocess
 import tempfile
 import time
+from array import array
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
-from config.schema import BrokerConfig
+import redis.asyncio as aioredis
+import structlog
+
+from config.schema import BrokerConfig, RunConfig
+from contracts.core import Booted, Delivered
+from contracts.envelope import Envelope, encode
+from contracts.events import PayloadRef, Provenance, RunStopping, TrajectoryFinished
+from contracts.trajectory import Sampling, Sequence, TokenSpan, Trajectory
+from contracts.trajectory import decode as decode_trajectory
+from contracts.trajectory import encode as encode_trajectory
 from pipeline.broker import choose
 from pipeline.bus import Bus, Commit, Lease
+from pipeline.runtime.clock import WallClock
+from pipeline.runtime.loop import BATCH, Runtime
 
 GROUP = "readers"
-ROUNDS, N = 7, 1000
-EVENT = bytes(range(256)) * 4
-RECORD = EVENT[:200]
+ROUNDS, N = 3, 640
+RECORD = bytes(200)
+TOKENS, PROMPT = 2400, 400
+Work = Callable[[], Awaitable[Any]]
 
 
-class Writer:
+class Actor:
     """One actor with its sequence number."""
 
     def __init__(self, bus: Bus) -> None:
-        self.bus, self.boot, self.seq = bus, 0, 0
+        self.bus, self.boot, self.seq, self.count = bus, 0, 0, 0
 
-    async def start(self) -> None:
+    async def start(self) -> Actor:
         self.boot, self.seq = await self.bus.boot()
         await self.bus.ensure_group("work", GROUP)
+        return self
 
-    async def plain(self) -> None:
-        for _ in range(N):
-            await self.bus.post("out", EVENT)
+    async def commit(self, steps: int, **fields: Any) -> None:
+        journal = [RECORD] * steps
+        await self.bus.commit(
+            Commit(boot=self.boot, seq_from=self.seq, seq_to=self.seq + steps, journal=journal, **fields)
+        )
+        self.seq += steps
 
-    async def commits(self, batch: int) -> None:
+    async def emit(self, event: bytes, batch: int) -> None:
         for _ in range(N // batch):
-            commit = Commit(
-                boot=self.boot,
-                seq_from=self.seq,
-                seq_to=self.seq + batch,
-                journal=[RECORD] * batch,
-                adds=[("out", EVENT)] * batch,
-            )
-            await self.bus.commit(commit)
-            self.seq += batch
+            await self.commit(batch, adds=[("work", event)] * batch)
 
-    async def steps(self, batch: int) -> None:
-        """A whole turn of an actor: take work, then commit its output, ack, cursor and journal."""
-        for _ in range(N // batch):
-            entries = await self.bus.read_work({"work": batch}, GROUP, block_ms=None)
-            leases = [Lease(e.stream, GROUP, e.entry) for e in entries]
-            commit = Commit(
-                boot=self.boot,
-                seq_from=self.seq,
-                seq_to=self.seq + batch,
-                journal=[RECORD] * batch,
-                adds=[("out", EVENT)] * batch,
-                leases=leases,
-                acks=leases,
-            )
-            await self.bus.commit(commit)
-            self.seq += batch
-
-    async def fill(self) -> None:
-        await asyncio.gather(*(self.bus.post("work", EVENT) for _ in range(N)))
+    async def consume(self, batch: int) -> int:
+        """Take all there is and ack it, as a core that only counts does."""
+        taken = 0
+        while entries := await self.bus.read_work({"work": batch}, GROUP, block_ms=None):
+            await self.commit(len(entries), acks=[Lease(e.stream, GROUP, e.entry) for e in entries])
+            taken += len(entries)
+        return taken
 
 
-async def seconds(work: Callable[[], Awaitable[None]]) -> float:
+async def seconds(work: Work) -> float:
     before = time.perf_counter()
     await work()
     return time.perf_counter() - before
 
 
-async def wake_ms(url: str) -> list[float]:
-    """From an event's XADD to the return of an idle `read_inputs`, alternating broadcast and work."""
-    reader, poster = [await Bus.connect(url, "wake", actor=name) for name in ("reader", "poster")]
-    await reader.ensure_group("work", GROUP)
-    cursors, samples = {"news": "0-0"}, []
-    for number in range(200):
-        waiting = asyncio.create_task(reader.read_inputs({"work": 1}, cursors, GROUP, block_ms=5000))
-        await asyncio.sleep(0.005)
-        before = time.perf_counter()
-        await poster.post("news" if number % 2 else "work", EVENT)
-        found = await waiting
-        samples.append((time.perf_counter() - before) * 1000)
-        cursors |= {e.stream: e.entry for e in found.events}
-    await reader.close()
-    await poster.close()
-    return samples
+def report(name: str, ratios: list[float], rate: float) -> None:
+    print(f"{name:<58} {statistics.median(ratios):6.2f} x   ({rate:,.0f} messages/s)", flush=True)
+
+
+# --- events against XADD ---------------------------------------------------------------------------------------------
+
+
+async def events(url: str, raw: aioredis.Redis, socket: str, size: int) -> None:
+    """Emitting and consuming events of `size` bytes."""
+    event = random.Random(0).randbytes(size)
+    actor = await Actor(await Bus.connect(url, f"bench{size}", actor="writer")).start()
+    program = shutil.which("redis-benchmark") or shutil.which("valkey-benchmark")
+
+    async def plain() -> None:
+        for _ in range(N):
+            await raw.execute_command("XADD", "plain", "*", "e", event)
+
+    async def one_by_one() -> None:
+        last: Any = ">"
+        while rows := await raw.execute_command("XREADGROUP", "GROUP", "g", "c", "COUNT", 1, "STREAMS", "plain", last):
+            await raw.execute_command("XACK", "plain", "g", rows[0][1][0][0])
+
+    ratios: dict[str, list[float]] = {}
+    rates: dict[str, float] = {}
+    await raw.execute_command("DEL", "plain")
+    await raw.execute_command("XGROUP", "CREATE", "plain", "g", "0", "MKSTREAM")
+    for _ in range(ROUNDS):
+        xadd, read = await seconds(plain), await seconds(one_by_one)
+        await raw.execute_command("XTRIM", "plain", "MAXLEN", 0)
+        rows = {}
+        for batch in (1, 10, BATCH):
+            emitting = await seconds(lambda batch=batch: actor.emit(event, batch))
+            rows[f"emit {size:,} B, {batch} a commit, to plain XADD"] = (xadd, emitting)
+            consuming = await seconds(lambda batch=batch: actor.consume(batch))
+            rows[f"read and ack {size:,} B, {batch} a commit, to XREADGROUP + XACK"] = (read, consuming)
+            await actor.bus.trim("work", f"{2**52}-0")
+        if program:
+            bare = await asyncio.to_thread(benchmark, program, socket, size)
+            rows[f"redis-benchmark XADD {size:,} B, 1 client, to plain XADD"] = (xadd, N / bare)
+        for name, (base, mine) in rows.items():
+            ratios.setdefault(name, []).append(base / mine)
+            rates[name] = N / mine
+    print(f"plain XADD of {size:,} B: {N / xadd:,.0f}/s, XREADGROUP + XACK one by one: {N / read:,.0f}/s")
+    for name, values in ratios.items():
+        report(name, values, rates[name])
+    if program is None:
+        print("redis-benchmark: not on PATH")
+    await actor.bus.close()
+
+
+def benchmark(program: str, socket: str, size: int) -> float:
+    """Requests per second of the server's own benchmark with one client."""
+    words = [program, "-s", socket, "-c", "1", "-n", str(N), "-q", "--csv", "XADD", "bare", "*", "e", "x" * size]
+    output = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    return float(output.strip().splitlines()[-1].split(",")[1].strip('"'))
+
+
+# --- trajectories against one pickled message at a time --------------------------------------------------------------
+
+
+class Numbers:
+    """One rollout of 2,400 tokens, as plain numbers."""
+
+    def __init__(self) -> None:
+        source = random.Random(1)
+        self.ids = [source.randrange(100_000) for _ in range(TOKENS)]
+        self.logprobs = [-source.expovariate(2.0) for _ in range(TOKENS - PROMPT)]
+        self.text = "".join(source.choice("abcdefghijklmnopqrstuvwxyz    ") for _ in range(4 * TOKENS))
+
+
+def pickled(numbers: Numbers) -> bytes:
+    """A training sample as such a loop sends it: a dictionary of lists, one number an object, and the text."""
+    sample = {
+        "text": numbers.text,
+        "n_predicted": TOKENS - PROMPT,
+        "reward": 1.0,
+        "logprobs": numbers.logprobs,
+        "ref_logprobs": [],
+        "input_ids": numbers.ids,
+        "labels": [-100] * PROMPT + numbers.ids[PROMPT:],
+        "group_id": "group-0",
+        "metadata": {"model_version": 3, "rollout_index": 0, "step_index": 0},
+    }
+    return pickle.dumps(sample)
+
+
+def trajectory(numbers: Numbers) -> bytes:
+    """The same sample as a trajectory: ids, mask and logprobs as arrays."""
+    sequence = Sequence(
+        length=TOKENS,
+        ids=array("i", numbers.ids).tobytes(),
+        loss_mask=bytes(PROMPT) + b"\1" * (TOKENS - PROMPT),
+        logprobs=bytes(4 * PROMPT) + array("f", numbers.logprobs).tobytes(),
+        spans=(TokenSpan(0, PROMPT, "environment"), TokenSpan(PROMPT, TOKENS, "sampled", 3, "engine-0", 1)),
+        sampling=Sampling(1.0, 2048, 7),
+        stop_reason="stop",
+    )
+    return encode_trajectory(
+        Trajectory(
+            task="task-0",
+            index=0,
+            sample=0,
+            attempt=1,
+            reward=1.0,
+            components={"accuracy": 1.0},
+            mask_reason=None,
+            sequences=(sequence,),
+        )
+    )
+
+
+def finished(number: int, size: int) -> bytes:
+    """The event of one trajectory."""
+    event = TrajectoryFinished(
+        task="task-0",
+        index=number // 8,
+        sample=number % 8,
+        attempt=1,
+        samples=8,
+        reward=1.0,
+        components={"accuracy": 1.0},
+        valid=True,
+        payload=PayloadRef(f"traj:{number}", size),
+        prompt_tokens=PROMPT,
+        completion_tokens=TOKENS - PROMPT,
+        sources=(Provenance(3, "engine-0", 1),),
+        seconds=1.0,
+    )
+    return encode(_envelope(f"collector-0:{number}.0", event, "trajectories"))
+
+
+def _envelope(id: str, event: Any, stream: str) -> Envelope[Any]:
+    return Envelope(
+        id=id, run="bench", stream=stream, actor="collector-0", boot=1, epoch=3, wall_ns=1, mono_ns=1, body=event
+    )
+
+
+async def trajectories(url: str, raw: aioredis.Redis) -> None:
+    """A group of 8 a commit, as a collector commits, and batches of them read as a trainer reads them."""
+    numbers = Numbers()
+    actor = await Actor(await Bus.connect(url, "bench", actor="collector")).start()
+    emitting, reading, bare, count = [], [], [], 160
+    size = len(trajectory(numbers))
+
+    async def emit_pickled() -> None:
+        for _ in range(count):
+            await raw.execute_command("XADD", "pickled", "*", "index", 0, "data", pickled(numbers))
+
+    async def read_pickled() -> None:
+        last: Any = "0-0"
+        while rows := await raw.execute_command("XREAD", "COUNT", 1, "STREAMS", "pickled", last):
+            last, fields = rows[0][1][0]
+            pickle.loads(fields[3])
+
+    async def emit_ours() -> None:
+        for first in range(0, count, 8):
+            group = range(first, first + 8)
+            blobs = [(f"traj:{number}", trajectory(numbers)) for number in group]
+            adds = [("work", finished(number, len(data))) for number, (_, data) in zip(group, blobs, strict=True)]
+            await actor.commit(8, payloads=blobs, adds=adds)
+
+    async def read_ours() -> None:
+        taken = 0
+        while entries := await actor.bus.read_work({"work": 256}, GROUP, block_ms=None):
+            await actor.commit(1, acks=[Lease(e.stream, GROUP, e.entry) for e in entries])
+            taken += len(entries)
+        assert taken == count
+
+    async def fetch_ours() -> None:
+        for data in await actor.bus.payloads([f"traj:{number}" for number in range(count)]):
+            decode_trajectory(data)
+
+    for _ in range(ROUNDS):
+        await raw.execute_command("DEL", "pickled")
+        theirs = await seconds(emit_pickled), await seconds(read_pickled)
+        emitting.append(theirs[0] / await seconds(emit_ours))
+        ours = await seconds(read_ours)
+        reading.append(theirs[1] / ours)
+        bare.append(theirs[1] / (ours + await seconds(fetch_ours)))
+        await actor.bus.trim("work", f"{2**52}-0")
+    held = await raw.execute_command("STRLEN", actor.bus.keys.payload("traj:1"))
+    sent, theirs_sent = held + len(finished(1, size)) + len(RECORD), len(pickled(numbers))
+    print(f"a trajectory of {TOKENS:,} tokens: {held:,} B compressed, {size:,} B before, {sent:,} B with its event and")
+    print(f"journal record; {theirs_sent:,} B pickled")
+    print(f"{'bytes of a trajectory, to pickled':<58} {sent / theirs_sent:6.2f} x")
+    report("emit a trajectory, to one pickled message an XADD", emitting, count * emitting[-1] / theirs[0])
+    report("read and ack a trajectory's event, to XREAD of one", reading, count * reading[-1] / theirs[1])
+    report("the same, and fetch, decode and check every token", bare, count * bare[-1] / theirs[1])
+    await actor.bus.close()
+
+
+# --- latency ---------------------------------------------------------------------------------------------------------
+
+
+class Listener:
+    """A core that notes when it was handed each event."""
+
+    state_type = int
+    local_type = None
+    work = ("trajectories",)
+    watch = ("control",)
+
+    def __init__(self) -> None:
+        self.at = 0.0
+        self.heard = asyncio.Event()
+
+    def initial(self) -> int:
+        return 0
+
+    def step(self, state: int, input: Any, now: float) -> tuple[int, tuple[Any, ...]]:
+        if isinstance(input, Delivered):
+            self.at = time.perf_counter()
+            self.heard.set()
+        return state + isinstance(input, Booted), ()
+
+    def wake(self, state: int) -> float | None:
+        return None
+
+    def intake(self, state: int) -> dict[str, int]:
+        return {"trajectories": 1_000_000}
+
+    def done(self, state: int) -> bool:
+        return False
+
+
+class Quiet:
+    """A shell without effects."""
+
+    def __init__(self) -> None:
+        self.core = Listener()
+
+    async def start(self, context: Any) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    def payload(self, handle: str) -> bytes:
+        raise KeyError(handle)
+
+    async def perform(self, command: Any) -> None:
+        pass
+
+
+async def latency(url: str) -> None:
+    """From just before an event is committed to the call of another actor's core, over the runtime's own loop."""
+    listening = await Bus.connect(url, "wake", actor="buffer")
+    shell = Quiet()
+    runtime = Runtime(shell, listening, "wake", "buffer", RunConfig(), "", WallClock(), structlog.get_logger())
+    running = asyncio.create_task(runtime.run())
+    actor = await Actor(await Bus.connect(url, "wake", actor="trainer")).start()
+    for stream, data in (
+        ("control", encode(_envelope("x:1.0", RunStopping(reason=""), "control"))),
+        ("trajectories", finished(1, 20_000)),
+    ):
+        samples = []
+        for number in range(600):
+            await asyncio.sleep(0.004)
+            shell.core.heard.clear()
+            before = time.perf_counter()
+            await actor.commit(1, adds=[(stream, data)])
+            await shell.core.heard.wait()
+            if number >= 100:
+                samples.append((shell.core.at - before) * 1000)
+        samples.sort()
+        kind = "broadcast" if stream == "control" else "work"
+        p50, p99 = statistics.median(samples), samples[len(samples) * 99 // 100]
+        print(f"emit to handler, {kind}: p50 {p50:.2f} ms, p99 {p99:.2f} ms", flush=True)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    await actor.bus.close()
+    await listening.close()
 
 
 async def main(url: str) -> None:
-    writer = Writer(await Bus.connect(url, "bench", actor="writer"))
-    await writer.start()
-    kinds: dict[str, Callable[[], Awaitable[None]]] = {
-        "commit of 1": lambda: writer.commits(1),
-        "commit of 10": lambda: writer.commits(10),
-        "commit of 50": lambda: writer.commits(50),
-        "read + commit of 1": lambda: writer.steps(1),
-        "read + commit of 50": lambda: writer.steps(50),
-    }
-    ratios: dict[str, list[float]] = {kind: [] for kind in kinds}
-    rates: list[float] = []
-    for _ in range(ROUNDS):
-        plain = await seconds(writer.plain)
-        rates.append(N / plain)
-        for kind, work in kinds.items():
-            if kind.startswith("read"):
-                await writer.fill()
-            ratios[kind].append(plain / await seconds(work))
-    await writer.bus.close()
-    print(f"plain XADD of {len(EVENT)} B: {statistics.median(rates):,.0f} events/s")
-    for kind, values in ratios.items():
-        print(f"{kind:20s} {statistics.median(values):6.2f} x plain XADD, in events/s")
-    samples = sorted(await wake_ms(url))
-    print(f"wake-up after an event: median {statistics.median(samples):.2f} ms, p99 {samples[-2]:.2f} ms")
+    socket = url.removeprefix("unix://")
+    raw = aioredis.Redis(unix_socket_path=socket, protocol=2)
+    raw.response_callbacks.clear()
+    await trajectories(url, raw)
+    for size in (1_000, 20_000):
+        await events(url, raw, socket, size)
+    await latency(url)
+    await raw.aclose()
 
 
 if __name__ == "__main__":

@@ -609,6 +609,17 @@ async def test_payloads_come_in_the_order_asked_however_many(store: Store, monke
     assert await bus.payloads([]) == []
 
 
+async def test_a_payload_is_compressed_and_one_that_is_damaged_is_named(store: Store) -> None:
+    bus, boot = await booted(store, "a")
+    data = b"mask" * 1000
+    await bus.commit(step(boot, 0, payloads=[("p", data), ("empty", b"")]))
+    assert await bus.payloads(["p", "empty"]) == [data, b""]
+    assert await store.command("STRLEN", "{payload:p}") < 100
+    await store.command("SET", "{payload:p}", "something else")
+    with pytest.raises(BusError, match="payload p is damaged in the store"):
+        await bus.payloads(["empty", "p"])
+
+
 async def test_any_number_of_calls_may_run_at_once(store: Store) -> None:
     bus = await store.bus("a")
     await asyncio.gather(*(bus.post("news", b"x") for _ in range(300)))
