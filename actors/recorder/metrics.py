@@ -76,6 +76,10 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     eval_reward: float | None
     waits: dict[str, float]
     policy: dict[str, float]
+    components: dict[str, float] = {}
+    """Mean of each named reward component over the train samples finished since the row before."""
+    noncontiguous_total: int = 0
+    """Samples that left the tokens of their episode, kept in part or failed."""
 
     @property
     def reward(self) -> float | None:
@@ -106,12 +110,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
             "total/failed_samples": self.failed_samples_total,
             "total/dropped_groups": self.dropped_groups_total,
             "total/restarts": self.restarts_total,
+            "total/noncontiguous": self.noncontiguous_total,
         }
         if self.since_last_s:
             row["tokens/trained_per_s"] = self.trained_tokens / self.since_last_s
             row["tokens/generated_per_s"] = self.generated_tokens / self.since_last_s
         row |= _contents(self.contents) | _refit(self.refit)
         row |= {f"wait_s/{who}": seconds for who, seconds in self.waits.items()}
+        row |= {f"component/{name}": value for name, value in self.components.items()}
         row |= {f"policy/{name}": value for name, value in self.policy.items()}
         return row
 
@@ -153,6 +159,8 @@ class Steps:
         self._refit: Refit | None = None
         self._eval: float | None = None
         self._generated = 0
+        self._finished = 0
+        self._components: dict[str, float] = {}
         self._waits: dict[str, float] = {}
         self._totals: Counter[str] = Counter()
         self._last_wall: float | None = None
@@ -162,9 +170,10 @@ class Steps:
         wall = envelope.wall_ns / 1e9
         match envelope.body:
             case events.TrajectoryFinished() as finished:
-                self._generated += finished.completion_tokens
-            case events.SampleFailed():
+                self._count(finished)
+            case events.SampleFailed() as failed:
                 self._totals["failed_samples"] += 1
+                self._totals["noncontiguous"] += failed.failure == "noncontiguous"
             case events.GroupDropped():
                 self._totals["dropped_groups"] += 1
             case events.BatchReady() as batch:
@@ -188,6 +197,14 @@ class Steps:
             case events.StepFinished() as step:
                 return self._row(step, wall)
         return None
+
+    def _count(self, finished: events.TrajectoryFinished) -> None:
+        self._generated += finished.completion_tokens
+        self._totals["noncontiguous"] += "noncontiguous" in finished.components
+        if finished.split == "train":
+            self._finished += 1
+            for name, value in finished.components.items():
+                self._components[name] = self._components.get(name, 0.0) + value
 
     def _row(self, step: events.StepFinished, wall: float) -> Row:
         depth = self._depth
@@ -216,9 +233,13 @@ class Steps:
             eval_reward=self._eval,
             waits=dict(self._waits),
             policy=dict(step.metrics),
+            components={name: total / self._finished for name, total in self._components.items()},
+            noncontiguous_total=self._totals["noncontiguous"],
         )
         self._batches = {number: batch for number, batch in self._batches.items() if number > step.batch - KEEP}
         self._refit, self._eval, self._generated, self._last_wall = None, None, 0, wall
+        self._finished = 0
+        self._components.clear()
         self._waits.clear()
         return row
 
