@@ -18,6 +18,10 @@ from actors.environments.nemo_gym.head import Gym, GymError
 GRACE_S = 20.0
 """What Gym gets to end its servers before they are killed."""
 LOOK_S = 0.5
+SLOW_RAY = "node timed out during startup"
+"""What Gym's Ray says after 30 s on a busy machine; nothing sets these."""
+STARTS = 3
+"""Starts of Gym before that is taken for an error."""
 KINDS = ("resources_servers", "responses_api_agents", "responses_api_models", "environments")
 KEEPER = Path(__file__).with_name("keeper.py")
 TAIL = 3000
@@ -52,7 +56,15 @@ class Servers:
 
     async def start(self) -> None:
         """Start Gym and wait until all its servers answer. Raises `GymError` with the end of its log."""
-        await self._begin()
+        for _ in range(STARTS - 1):
+            try:
+                await self._begin()
+                break
+            except GymError as error:
+                if SLOW_RAY not in str(error):
+                    raise
+        else:
+            await self._begin()
         self._watching = asyncio.create_task(self._watch())
 
     async def ready(self, seconds: float) -> None:

@@ -131,6 +131,19 @@ async def test_a_gym_that_does_not_come_up_is_an_error_with_its_log(
     await servers.close()
 
 
+async def test_a_ray_that_was_too_slow_is_given_another_try(tmp_path: Path):
+    before = f"""
+    flag = {str(tmp_path / "tried")!r}
+    if not os.path.exists(flag):
+        open(flag, "w").close()
+        sys.exit("Exception: The current node timed out during startup. This could happen")
+    """
+    servers = Servers(launch(tmp_path, installed(tmp_path, before)))
+    await servers.start()
+    await servers.close()
+    assert (tmp_path / "logs" / "gym.log").read_text().count("timed out during startup") == 1
+
+
 async def test_a_missing_installation_is_named(tmp_path: Path):
     servers = Servers(launch(tmp_path, tmp_path / "nowhere" / "python"))
     with pytest.raises(GymError, match="make gym"):
