@@ -62,6 +62,7 @@ def check(config: RunConfig) -> None:
     if config.launch.mode == "ray" and config.launch.ray_address is None:
         _model(config)
         _interpreter(config)
+        _gym(config)
         _port(config)
 
 
@@ -108,6 +109,21 @@ def _producer(config: RunConfig) -> None:
             f"producer.name={config.producer.name!r} is not installed; known: {', '.join(known) or 'none'}. Install "
             f"the distribution that registers it under the entry-point group {GROUP!r}",
             Exit.MISSING,
+        )
+
+
+def _gym(config: RunConfig) -> None:
+    """What `start` of nemo_gym needs, before anything else is started for it."""
+    args = config.producer.args
+    if config.producer.name != "nemo_gym" or not args.get("start"):
+        return
+    python = str(args.get("python", DEFAULT_GYM))
+    if not Path(python).is_file():
+        raise PipelineError(f"producer.args.python={python}: NeMo-Gym is not there; run: make gym", Exit.MISSING)
+    if config.gateway.port == 0:
+        raise PipelineError(
+            "gateway.port=0: Gym's model server is told the gateway's address when it starts; choose a free port",
+            Exit.USAGE,
         )
 
 
