@@ -39,7 +39,7 @@ def across_fields(config: RunConfig) -> list[str]:
     """Settings that are fine alone and contradict each other."""
     refit, engine, rollout, trainer = config.refit, config.engine, config.rollout, config.trainer
     batch = config.buffer.groups * rollout.samples
-    staleness = 0 if config.sync else config.buffer.max_staleness
+    staleness = config.staleness
     rules = [
         (
             NAME.fullmatch(config.name) is not None,
@@ -82,6 +82,16 @@ def across_fields(config: RunConfig) -> list[str]:
             refit.every <= staleness + 1,
             f"refit.every={refit.every} must not exceed buffer.max_staleness + 1 = {staleness + 1}: "
             "what the next steps train on would be too stale before the engines get new weights",
+        ),
+        (
+            config.buffer.window is None or config.buffer.sampler not in ("in_order", "fifo", "ready_first"),
+            f"buffer.window={config.buffer.window} is for buffer.sampler=windowed or a plug-in: "
+            f"{config.buffer.sampler} has no use for it",
+        ),
+        (
+            config.window <= max(1, config.widest_window),
+            f"buffer.window={config.buffer.window} must not exceed {config.widest_window} = 1 + buffer.groups x "
+            "(buffer.max_staleness + 1 - refit.every): what it holds back would be missing in the next batch",
         ),
         (
             rollout.samples <= SAMPLES,

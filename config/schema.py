@@ -83,9 +83,14 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     """Prompt groups per optimizer step."""
     max_staleness: NonNegative = 1
     """Optimizer steps that the oldest trainable token of a batch may lag behind the trained version. 0 is on-policy."""
-    sampler: Literal["fifo", "in_order", "ready_first"] = "fifo"
-    """Which complete groups go first: `fifo` by time of completion, `in_order` strictly by task index (waits for a
-    hole), `ready_first` the least stale first."""
+    sampler: str = "in_order"
+    """Which complete groups go first: `in_order` strictly by task index; `windowed` by index too, past up to
+    `window` - 1 others; `fifo` by time of completion; `ready_first` the least stale; or a plug-in, by its name or as
+    `package.module:function`. With the last three, groups that are overtaken go stale: docs/howto/choose-a-sampler.md.
+    """
+    window: Positive | None = None
+    """How far `windowed` may pick ahead of the oldest unfinished group; `window` - 1 fewer groups are issued ahead, so
+    that none goes stale. Default: a quarter of the greatest that is possible. Plug-ins are given it too."""
     group_deadline_s: Seconds = 600.0
     """From a group's first result to its last; then `group_policy` applies."""
     group_policy: Literal["shrink", "drop"] = "shrink"
@@ -275,3 +280,20 @@ class RunConfig(Section, frozen=True, kw_only=True):
     recorder: RecorderConfig = RecorderConfig()
     eval: EvalConfig = EvalConfig()
     launch: LaunchConfig = LaunchConfig()
+
+    @property
+    def staleness(self) -> int:
+        """Optimizer steps that a trained token may lag behind."""
+        return 0 if self.sync else self.buffer.max_staleness
+
+    @property
+    def widest_window(self) -> int:
+        """The greatest `buffer.window` with which the groups of the next step can still be issued."""
+        return 1 + self.buffer.groups * max(0, self.staleness + 1 - self.refit.every)
+
+    @property
+    def window(self) -> int:
+        """`buffer.window`, or its default. 1: no group may overtake another."""
+        if self.buffer.window is not None:
+            return self.buffer.window
+        return 1 + (self.widest_window - 1) // 4 if self.buffer.sampler == "windowed" else 1

@@ -263,6 +263,7 @@ def simulate(
 ) -> None:
     """Run the whole protocol on virtual time: real cores, simulated engines, trainer and environments."""
     from config.loading import ConfigError, load
+    from pipeline.preflight import sampler
     from pipeline.simulate import archive
     from pipeline.simulate.faults import Faults
     from pipeline.simulate.run import simulate as run
@@ -272,6 +273,7 @@ def simulate(
         config = load("simulated", [*sizes, *settings])
     except ConfigError as error:
         raise PipelineError("\n".join(error.problems), Exit.USAGE) from error
+    sampler(config)
     result = run(config, seed, Faults(kills=kills, pauses=pauses))
     if out is not None:
         archive.write(result.world, config, out)

@@ -59,6 +59,7 @@ def check(config: RunConfig) -> None:
     Where actors run on other machines, only what holds for all of them is checked.
     """
     _producer(config)
+    sampler(config)
     if config.launch.mode == "ray" and config.launch.ray_address is None:
         _model(config)
         _interpreter(config)
@@ -125,6 +126,16 @@ def _gym(config: RunConfig) -> None:
             "gateway.port=0: Gym's model server is told the gateway's address when it starts; choose a free port",
             Exit.USAGE,
         )
+
+
+def sampler(config: RunConfig) -> None:
+    """Raises `PipelineError` with code MISSING unless `buffer.sampler` can be had."""
+    from actors.buffer.samplers import SamplerError, load
+
+    try:
+        load(config.buffer.sampler)
+    except SamplerError as error:
+        raise PipelineError(str(error), Exit.MISSING) from error
 
 
 def _interpreter(config: RunConfig) -> None:

@@ -1,4 +1,4 @@
-"""A pytest kit for producers: what a plug-in runs in its own continuous integration.
+"""A pytest kit for plug-ins: what producers and samplers run in their own continuous integration.
 
     pytest_plugins = ["pipeline.testing"]          # conftest.py
 
@@ -7,7 +7,7 @@
             return Mine(limit=5)
 
 Every test makes a producer of its own, and ends after `DEADLINE_S`. The fixture `scripted` makes sessions with a policy
-that says what you tell it, for tests of your own.
+that says what you tell it, for tests of your own. `check_sampler(sampler)` holds a sampler to `contracts.sampler`.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from typing import Any
 
 import pytest
 
+from actors.buffer.kit import check_sampler
 from actors.environments import kit
 from actors.environments.kit import ScriptedSession
 
-__all__ = ["ProducerContract", "ScriptedSession", "scripted"]
+__all__ = ["ProducerContract", "ScriptedSession", "check_sampler", "scripted"]
 
 DEADLINE_S = 60.0
 """Longest that one check may take."""

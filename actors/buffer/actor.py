@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from actors.buffer.core import BufferCore
+from actors.buffer.samplers import SamplerError
 from config.schema import RunConfig
-from contracts.core import Context
+from contracts.core import Context, Fatal
 
 
 class BufferShell:
@@ -29,4 +30,8 @@ class BufferShell:
 
 
 def build(config: RunConfig, actor: str) -> BufferShell:
-    return BufferShell(config)
+    """Raises `Fatal` if there is no sampler of the configured name."""
+    try:
+        return BufferShell(config)
+    except SamplerError as error:
+        raise Fatal(str(error)) from error

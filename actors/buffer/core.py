@@ -17,11 +17,13 @@ from typing import Any
 from msgspec.structs import replace
 
 from actors import waits
-from actors.buffer.samplers import SAMPLERS, Candidate
+from actors.buffer import samplers
+from actors.buffer.samplers import SamplerError
 from actors.buffer.state import (
     Group,
     Round,
     State,
+    candidate,
     group_ref,
     refusal,
     reject,
@@ -49,6 +51,7 @@ from contracts.events import (
     TrajectoriesEvent,
     TrajectoryFinished,
 )
+from contracts.sampler import Pool
 
 INTAKE = 256
 """Trajectories taken at a time."""
@@ -72,8 +75,9 @@ class BufferCore:
     def __init__(self, config: RunConfig) -> None:
         self.config = config.buffer
         self.steps = config.steps
-        self.staleness = 0 if config.sync else config.buffer.max_staleness
-        self.sampler = SAMPLERS[config.buffer.sampler]
+        self.staleness = config.staleness
+        self.sampler = samplers.load(config.buffer.sampler)
+        self.window = config.window
         self.eval_groups = config.eval.groups
         self.eval_size = config.eval.groups * config.eval.samples
 
@@ -86,8 +90,8 @@ class BufferCore:
                 return self._deliver(state, input, now)
             case Tick():
                 return self._expire(state, now)
-            case Booted() if state.stopping:
-                return self._advance(replace(state, stopping=False), now)
+            case Booted() if state.stopping or state.broken:
+                return self._advance(replace(state, stopping=False, broken=False), now)
         return state, ()
 
     def wake(self, state: State) -> float | None:
@@ -119,8 +123,8 @@ class BufferCore:
                 return (replace(state, sources=state.sources - barred), ()) if barred else (state, ())
             case RunStopping():
                 return replace(state, stopping=True), ()
-            case RunStarted() if state.stopping:
-                return self._advance(replace(state, stopping=False), now)
+            case RunStarted() if state.stopping or state.broken:
+                return self._advance(replace(state, stopping=False, broken=False), now)
         return state, ()
 
     # --- policy and refit ---
@@ -256,7 +260,8 @@ class BufferCore:
         while True:
             state, evicted = self._evict(state)
             commands += evicted
-            chosen = self._choose(state)
+            state, chosen, failed = self._choose(state)
+            commands += failed
             if not chosen:
                 break
             state, emitted = self._emit(state, chosen)
@@ -278,16 +283,27 @@ class BufferCore:
             commands += dropped
         return state, commands
 
-    def _choose(self, state: State) -> tuple[int, ...]:
+    def _choose(self, state: State) -> tuple[State, tuple[int, ...], tuple[Any, ...]]:
         """The groups of the next batch; none while the trainer has enough in hand or too few are complete."""
         step = state.target()
-        if state.base is None or state.stopping or state.outstanding() > AHEAD or step >= self.steps:
-            return ()
+        if state.base is None or state.stopping or state.broken or state.outstanding() > AHEAD or step >= self.steps:
+            return state, (), ()
         if len(state.ready) < self.config.groups:
-            return ()
-        candidates = [Candidate(index, group.lag(step)) for index, group in state.ready.items()]
-        chosen = self.sampler(candidates, self.config.groups, state.closed)
-        return chosen if len(chosen) == self.config.groups else ()
+            return state, (), ()
+        pool = Pool(
+            candidates=tuple(candidate(index, group, step) for index, group in state.ready.items()),
+            holes=samplers.holes(state.closed.floor, state.closed.above, tuple(state.ready)),
+            count=self.config.groups,
+            step=step,
+            max_staleness=self.staleness,
+            window=self.window,
+        )
+        try:
+            chosen = samplers.choose(self.config.sampler, self.sampler, pool)
+        except SamplerError as error:
+            failed = ActorFailed(actor="buffer", error="SamplerError", message=str(error), fatal=True)
+            return replace(state, broken=True), (), (Emit(failed),)
+        return state, chosen if len(chosen) == self.config.groups else (), ()
 
     def _emit(self, state: State, chosen: tuple[int, ...]) -> Step[State]:
         step = state.target()
@@ -324,12 +340,13 @@ class BufferCore:
         """Let the source issue what can still be trained within the staleness window, and replace what was dropped.
 
         A task issued now is sampled from the committed version at the oldest, so it must belong to one of the next
-        `1 + max_staleness` batches after that version.
+        `1 + max_staleness` batches after that version. Up to `window` - 1 younger ones may be trained before it, so
+        that many fewer are issued.
         """
         if state.base is None or state.committed is None:
             return state, ()
-        batches = min(state.committed + 1 + self.staleness, self.steps) - state.base
-        total = self.config.groups * batches + state.dropped
+        ahead = self.config.groups * (state.committed + 1 + self.staleness - state.base) - (self.window - 1)
+        total = min(ahead, self.config.groups * (self.steps - state.base)) + state.dropped
         if total <= state.credit:
             return state, ()
         return replace(state, credit=total), (Emit(CreditGranted(total=total)),)

@@ -21,6 +21,7 @@ from contracts.events import (
     TrajectoryFinished,
     TrajectoryRejected,
 )
+from contracts.sampler import Candidate
 
 
 class Sample(msgspec.Struct, frozen=True):
@@ -95,6 +96,8 @@ class State(msgspec.Struct, frozen=True):
     wait: Wait | None = None
     """For the groups of a batch, while the trainer has none in hand."""
     stopping: bool = False
+    broken: bool = False
+    """The sampler broke its contract: nothing is picked any more."""
 
     def target(self) -> int:
         """The step that the next batch is trained from."""
@@ -148,6 +151,13 @@ def with_reward(held: Round, event: TrajectoryFinished, versions: Mapping[int, i
     if oldest is None or (held.version is not None and held.version <= oldest):
         return held
     return replace(held, version=oldest, step=versions[oldest])
+
+
+def candidate(index: int, group: Group, step: int) -> Candidate:
+    """A complete group as samplers see it."""
+    rewards = [sample.reward for sample in group.valid()]
+    mean = sum(rewards) / len(rewards)
+    return Candidate(index=index, lag=group.lag(step), reward=mean, valid=len(rewards), flat=group.flat())
 
 
 def group_ref(index: int, group: Group, step: int) -> GroupRef:

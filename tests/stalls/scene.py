@@ -18,7 +18,7 @@ BASE = RunConfig(
     steps=500,
     engine=EngineConfig(count=2, restarts=1000),
     launch=LaunchConfig(collectors=1),
-    buffer=BufferConfig(groups=4, max_staleness=1),
+    buffer=BufferConfig(groups=4, max_staleness=1, sampler="fifo"),
     rollout=RolloutConfig(samples=4, open_groups=16),
     refit=RefitConfig(failures=1000),
 )

@@ -31,7 +31,7 @@ class Buffer:
     """A core with its state, fed events; collects what it emits."""
 
     def __init__(self, *, steps: int = 100, sync: bool = False, evals: EvalConfig | None = None, **buffer: Any) -> None:
-        settings = {"groups": 2, "max_staleness": 1, **buffer}
+        settings = {"groups": 2, "max_staleness": 1, "sampler": "fifo", **buffer}
         config = RunConfig(steps=steps, sync=sync, buffer=BufferConfig(**settings), eval=evals or EvalConfig())
         self.core = BufferCore(config)
         self.state = self.core.initial()

@@ -8,7 +8,8 @@ import pytest
 
 from actors.buffer.actor import build
 from actors.buffer.core import BufferCore
-from config.schema import RunConfig
+from config.schema import BufferConfig, RunConfig
+from contracts.core import Fatal
 
 
 async def test_it_has_a_core_and_refuses_everything_else() -> None:
@@ -21,3 +22,8 @@ async def test_it_has_a_core_and_refuses_everything_else() -> None:
     with pytest.raises(KeyError):
         shell.payload("x")
     await shell.close()
+
+
+def test_an_unknown_sampler_ends_the_run_and_names_what_there_is():
+    with pytest.raises(Fatal, match=r"buffer\.sampler='lifo' is unknown; known: windowed, in_order, fifo"):
+        build(RunConfig(buffer=BufferConfig(sampler="lifo")), "buffer")

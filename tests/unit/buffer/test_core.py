@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import pytest
@@ -456,3 +457,60 @@ def test_events_that_say_nothing_to_it_change_nothing() -> None:
     assert buffer.event(CheckpointSaved(version=1, step=1, batch=1, path="", bytes=0, seconds=0)) == []
     assert buffer.tick(1.0) == []
     assert buffer.state == state
+
+
+# --- samplers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_window_holds_back_as_much_credit_as_may_overtake_a_group():
+    buffer = started(groups=4, max_staleness=2, sampler="windowed", window=3, steps=4)
+    assert buffer.state.credit == 4 * 3 - 2
+    assert started(groups=4, max_staleness=2, sampler="windowed", steps=4).core.window == 3, "a quarter of 9"
+    buffer.stepped(1)
+    buffer.commit(1)
+    assert buffer.state.credit == 4 * 4 - 2
+    buffer.stepped(2)
+    buffer.commit(2)
+    assert buffer.state.credit == 4 * 4, "nothing is held back of the last steps"
+
+
+def test_a_sampler_that_breaks_its_contract_ends_the_run_by_name_and_once():
+    buffer = started(groups=2, sampler="tests.unit.buffer.test_core:greedy")
+    buffer.group(0)
+    (failed,) = buffer.group(1)
+    assert failed.fatal
+    assert failed.message.startswith("sampler 'tests.unit.buffer.test_core:greedy' chose [0, 1, 1]: one of them twice")
+    assert buffer.group(2) == []
+    assert buffer.batches() == []
+    (again,) = buffer.feed(Booted(2))
+    assert again == failed
+
+
+def greedy(pool: Any) -> list[int]:
+    return [0, 1, 1]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_with_a_window_no_group_goes_stale_whatever_completes_first(seed: int):
+    """Every task is sampled from the newest commit at its issue; the trainer trains what it has, whenever it likes."""
+    random = Random(seed)
+    groups, staleness, steps = random.randint(1, 4), random.randint(0, 3), 4
+    window = random.randint(1, 1 + groups * staleness)
+    buffer = started(groups=groups, max_staleness=staleness, sampler="windowed", window=window, steps=steps)
+    sampled: dict[int, int] = {}
+    waiting: list[int] = []
+    trained = 0
+    while trained < steps:
+        for index in range(len(sampled), buffer.state.credit):
+            sampled[index] = trained
+            waiting.append(index)
+        if trained < len(buffer.batches()) and (not waiting or random.random() < 0.5):
+            trained += 1
+            buffer.stepped(trained)
+            buffer.commit(trained)
+        else:
+            assert waiting, "the run stalls"
+            index = waiting.pop(random.randrange(len(waiting)))
+            buffer.group(index, version=sampled[index], valid=random.random() < 0.9)
+    assert {reason for _, reason in buffer.drops()} <= {"too_few_valid"}
+    assert max(s.lag for b in buffer.of(BatchReady) for g in b.groups for s in g.samples) <= staleness

@@ -33,7 +33,7 @@ class Run(RuleBasedStateMachine):
     @initialize(
         groups=st.sampled_from([1, 1, 2, 3]),
         staleness=st.sampled_from([2, 1, 0, 2]),
-        sampler=st.sampled_from(["fifo", "in_order", "ready_first"]),
+        sampler=st.sampled_from(["fifo", "in_order", "ready_first", "windowed"]),
         policy=st.sampled_from(["shrink", "drop"]),
         skip=st.booleans(),
     )
@@ -285,4 +285,4 @@ class Run(RuleBasedStateMachine):
 
 
 TestRun = Run.TestCase
-TestRun.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestRun.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

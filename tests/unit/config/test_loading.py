@@ -81,7 +81,7 @@ def test_an_unknown_recipe_names_the_nearest_and_all() -> None:
         ("seed=true", "seed=True: expected a whole number"),
         ("trainer.lr=0", "trainer.lr=0: expected a number > 0"),
         ("rollout.temperature=.inf", "rollout.temperature=inf: expected a finite number"),
-        ("buffer.sampler=lifo", "buffer.sampler='lifo': expected one of fifo, in_order, ready_first"),
+        ("buffer.group_policy=keep", "buffer.group_policy='keep': expected one of drop, shrink"),
         ("trainer.betas=[1]", "trainer.betas=[1]: expected a list of 2: a number, a number"),
         ("engine.urls=[a,1]", "engine.urls=['a', 1]: expected a list of which each is text: Expected `str`"),
         ("engine=torch", "engine='torch': expected a section with the keys kind, count,"),
@@ -103,7 +103,7 @@ def test_an_override_that_is_no_yaml_is_refused() -> None:
 
 
 def test_all_problems_are_told_at_once() -> None:
-    said = problems("quickstart", "steps=0", "trainer.lrr=1", "buffer.sampler=x").splitlines()
+    said = problems("quickstart", "steps=0", "trainer.lrr=1", "buffer.group_policy=x").splitlines()
     assert len(said) == 3
 
 
@@ -146,6 +146,8 @@ def test_external_engines_are_counted_by_their_urls() -> None:
         (["rollout.deadline_s=5"], "rollout.score_deadline_s=30 must not exceed rollout.deadline_s=5"),
         (["trainer.minibatches=1000"], "trainer.minibatches=1000 can't split a batch of 512"),
         (["trainer.betas=[0.9, 1.0]"], "trainer.betas=[0.9, 1.0]: each must be"),
+        (["buffer.window=2"], "buffer.window=2 is for buffer.sampler=windowed or a plug-in: in_order has no use"),
+        (["buffer.sampler=windowed", "buffer.window=99"], "buffer.window=99 must not exceed 33 = 1 + buffer.groups x"),
         (["name=a/b"], "name='a/b': use 1 to 100 letters"),
     ],
 )
