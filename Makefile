@@ -28,8 +28,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat -e '.[dev]'
 	touch $@
 
-CORES := $(foreach actor,source collector buffer trainer refit engine gateway recorder,--cov=actors.$(actor).core)
-GATE := --cov=pipeline.bus $(CORES) --cov=actors.refit.barrier --cov=actors.refit.fleet --cov-branch --cov-report= --cov-fail-under=100
+CORES := $(foreach actor,source collector trainer refit engine gateway recorder,--cov=actors.$(actor).core)
+GATE := --cov=pipeline.bus --cov=actors.buffer $(CORES) --cov=actors.refit.barrier --cov=actors.refit.fleet --cov-branch --cov-report= --cov-fail-under=100
 
 test: install ## The whole suite; protocol code must keep 100 % branch coverage
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(GATE)

@@ -41,8 +41,24 @@ class ProducerConfig(Section, frozen=True, kw_only=True):
     python: str | None = None
     """Interpreter of an environment of its own that has the producer installed: it then runs in a process of its own
     there, and needs nothing of ours but msgspec. Default is this environment and the actors' own processes."""
+    epochs: Positive | None = 1
+    """Passes over a producer whose tasks come to an end; then the run ends. Pass `n`, from 0, is asked for with the
+    seed `seed + n`. null: again and again until `steps` are trained."""
     task_deadline_s: Seconds = 60.0
     """Longest wait for the producer's next task before the run fails with its name."""
+
+
+class AttemptsConfig(Section, frozen=True, kw_only=True):
+    """How many attempts at a sample may fail, by kind of failure; with the last one the sample has failed for good."""
+
+    infra: Positive = 3
+    """Gateway, engine or environment broke."""
+    timeout: Positive = 3
+    """`rollout.deadline_s` or `score_deadline_s` was over."""
+    data: Positive = 1
+    """The environment raised `DataError`, or what came back is no valid trajectory."""
+    noncontiguous: Positive = 1
+    """A turn did not continue the tokens before it."""
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
@@ -56,9 +72,12 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Longest one rollout may take, generation, environment and all; then it failed with kind `timeout`."""
     score_deadline_s: Seconds = 30.0
     """Longest one call of the environment may take."""
-    attempts: Positive = 3
-    """Tries of a sample for `infra` and `timeout` failures before it is given up."""
+    attempts: AttemptsConfig = AttemptsConfig()
     retry_backoff_s: Seconds = 0.5
+    """Pause before a sample is tried again; doubled at each failure of it, up to 30 s."""
+    overlong: Literal["keep", "mask", "drop"] = "keep"
+    """A train sample that was cut off at `max_new_tokens`: train on it as scored; keep it out of baseline and loss; or
+    treat it as failed, so that `buffer.group_policy` decides on its group."""
     open_groups: Positive = 64
     """Groups that one collector works on at a time."""
     noncontiguous: Noncontiguous = "error"
@@ -93,8 +112,13 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     that none goes stale. Default: a quarter of the greatest that is possible. Plug-ins are given it too."""
     group_deadline_s: Seconds = 600.0
     """From a group's first result to its last; then `group_policy` applies."""
-    group_policy: Literal["shrink", "drop"] = "shrink"
-    """At the deadline, or when samples failed for good: train on the rest (if 2 or more are valid), or drop it."""
+    group_policy: Literal["wait", "shrink", "drop", "replace"] = "shrink"
+    """When samples failed for good, or are missing at the deadline: `shrink` trains on the rest (if 2 or more are
+    valid), `drop` drops the group and another task is issued for it, `replace` issues those samples again, up to
+    `replacements` times, and then shrinks, `wait` waits for missing ones as long as it takes.
+    """
+    replacements: Positive = 2
+    """Times that the missing samples of one group are issued again."""
     skip_flat_groups: bool = False
     """Drop groups whose valid samples all have one reward (no gradient) instead of training on them."""
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 
 FailureKind = Literal["infra", "data", "timeout", "noncontiguous"]
-"""Why a rollout ended without a usable trajectory. `infra` is retried within a budget; none is ever reward 0."""
+"""Why a rollout ended without a usable trajectory. Each kind has a budget of attempts; none is ever reward 0."""
 
 Split = Literal["train", "eval"]
 
@@ -43,7 +43,10 @@ class TaskIssued(Record, frozen=True, kw_only=True, tag="task.issued"):
     Emitted when credit allows. `index` is dense and never reused; `task` is the producer's stable id. `payload` is the
     producer's JSON. The collector acks the entry in the script that emits the last sample's result. Held-out tasks are
     issued without credit, at indexes below 0: evaluation `r` has `eval.groups` of them, from `-1 - r * eval.groups`
-    downwards.
+    downwards. `data_epoch`: the pass over the producer's tasks that it belongs to, from 0.
+
+    With `only`, the buffer issues a task again for those of its samples that have no result, under
+    `buffer.group_policy=replace`; their attempts count from `first_attempt`.
     """
 
     task: str
@@ -53,6 +56,9 @@ class TaskIssued(Record, frozen=True, kw_only=True, tag="task.issued"):
     producer: str
     seed: int
     split: Split = "train"
+    data_epoch: int = 0
+    only: tuple[int, ...] = ()
+    first_attempt: int = 1
 
 
 TasksEvent = TaskIssued
@@ -95,7 +101,7 @@ class TrajectoryFinished(Record, frozen=True, kw_only=True, tag="trajectory.fini
 
 
 class SampleFailed(Record, frozen=True, kw_only=True, tag="sample.failed"):
-    """Collector -> buffer: a sample failed for good, its retry budget spent. The group goes on without it."""
+    """Collector -> buffer: a sample failed for good, the budget of its `failure` spent. Its group goes on without."""
 
     task: str
     index: int

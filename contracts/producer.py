@@ -112,7 +112,10 @@ class SingleTurn(Protocol):
     contract: int
 
     def tasks(self, cursor: str | None, seed: int, split: str) -> AsyncIterator[Task]:
-        """Yield tasks for ever or until exhausted, from behind `cursor`; the same seed gives the same tasks."""
+        """Yield tasks for ever or until exhausted, from behind `cursor`; the same seed gives the same tasks.
+
+        What is exhausted is asked again from the start for the next of `producer.epochs`, with another seed.
+        """
         ...
 
     def prompt(self, task: Task) -> str | list[dict[str, Any]]: ...

@@ -102,7 +102,9 @@ class Verifier:
     # --- tasks and trajectories ---
 
     def _on_task_issued(self, event: events.TaskIssued) -> None:
-        if event.split == "train":
+        if event.only and event.index not in self._issued:
+            self._find("task-issued-once", f"samples {event.only} of index {event.index} were issued before the task")
+        elif event.split == "train" and not event.only:
             if event.index in self._issued:
                 self._find("task-issued-once", f"index {event.index} was issued twice")
             elif event.index != len(self._issued):

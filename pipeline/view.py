@@ -167,7 +167,7 @@ class View:
 
     def _tasks(self, event: Event, wall: float) -> None:
         match event:
-            case events.TaskIssued(split="train"):
+            case events.TaskIssued(split="train", only=()):
                 self.issued += 1
             case events.TrajectoryFinished():
                 self.totals["trajectories"] += 1

@@ -1,8 +1,8 @@
 """Decides what is trained on: admits trajectories, completes groups, picks batches, grants credit.
 
-Invariants: every train index that was delivered ends in exactly one batch, or is dropped with a reason, or is still in
-hand; no trajectory is in two batches; no batch holds a trainable token older than `buffer.max_staleness` steps, counted
-at the step that the batch is trained from; nothing is admitted whose tokens come from a source that no commit covers.
+Invariants: every train task that was issued ends in exactly one batch, or is dropped with a reason, or is still owed;
+no trajectory is in two batches; no batch holds a trainable token older than `buffer.max_staleness` steps, counted at
+the step which the batch is trained from; nothing is admitted whose tokens come from a source that no commit covers.
 
 Batch `b` is always trained from step `base + b - 1`, also when the trainer fell back to a checkpoint: the batches
 behind the checkpoint are trained again, in order, from their entries. So the staleness at a pick is exact, and the
@@ -17,17 +17,16 @@ from typing import Any
 from msgspec.structs import replace
 
 from actors import waits
-from actors.buffer import samplers
+from actors.buffer import evals, samplers
 from actors.buffer.samplers import SamplerError
 from actors.buffer.state import (
     Group,
-    Round,
+    Issued,
     State,
     candidate,
     group_ref,
     refusal,
     reject,
-    with_reward,
     with_sample,
     without,
 )
@@ -38,9 +37,10 @@ from contracts.events import (
     BatchReady,
     BufferDepth,
     CreditGranted,
+    DataLost,
     EngineQuarantined,
-    EvalFinished,
     GroupDropped,
+    Member,
     PolicyReady,
     Provenance,
     RefitCommitted,
@@ -48,8 +48,11 @@ from contracts.events import (
     RunStopping,
     SampleFailed,
     StepFinished,
+    TaskIssued,
     TrajectoriesEvent,
     TrajectoryFinished,
+    WaitEnded,
+    WaitStarted,
 )
 from contracts.sampler import Pool
 
@@ -70,7 +73,7 @@ class BufferCore:
     state_type = State
     local_type = None
     work = ("trajectories",)
-    watch = ("refit", "policy", "control")
+    watch = ("tasks", "refit", "policy", "control")
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config.buffer
@@ -78,8 +81,10 @@ class BufferCore:
         self.staleness = config.staleness
         self.sampler = samplers.load(config.buffer.sampler)
         self.window = config.window
-        self.eval_groups = config.eval.groups
-        self.eval_size = config.eval.groups * config.eval.samples
+        self.overlong = config.rollout.overlong
+        self.max_new_tokens = config.rollout.max_new_tokens
+        size = config.eval.groups * config.eval.samples
+        self.shape = evals.Shape(config.eval.groups, size, config.buffer.group_deadline_s)
 
     def initial(self) -> State:
         return State()
@@ -108,9 +113,17 @@ class BufferCore:
     def _deliver(self, state: State, input: Delivered, now: float) -> Step[State]:
         match input.envelope.body:
             case TrajectoryFinished() | SampleFailed() as event:
-                handle = self._evaluate if event.split == "eval" else self._admit
-                state, commands = handle(state, event, now)
+                if event.split == "eval":
+                    state, commands = evals.admit(state, event, now, self.shape)
+                else:
+                    state, commands = self._admit(state, event, now)
                 return state, (*commands, Ack(input.ref))
+            case TaskIssued(split="train") as event:
+                return self._issued(state, event, input.ref.entry, now)
+            case DataLost(stream="tasks") as event:
+                return self._tasks_lost(state, event, now)
+            case DataLost(stream="trajectories"):
+                return self._results_lost(state, now)
             case StepFinished() as event:
                 versions = state.versions | {event.version: event.step}
                 return self._advance(replace(state, trained=event.step, versions=versions), now)
@@ -119,8 +132,9 @@ class BufferCore:
             case RefitCommitted() as event:
                 return self._commit(state, event, now)
             case EngineQuarantined() as event:
-                barred = frozenset(s for s in state.sources if (s.engine, s.boot) == (event.engine, event.boot))
-                return (replace(state, sources=state.sources - barred), ()) if barred else (state, ())
+                lasting = frozenset(s for s in state.sources if (s.engine, s.boot) != (event.engine, event.boot))
+                barred = state.barred | {event.engine: (event.boot, event.epoch)}
+                return replace(state, sources=lasting, barred=barred), ()
             case RunStopping():
                 return replace(state, stopping=True), ()
             case RunStarted() if state.stopping or state.broken:
@@ -142,7 +156,7 @@ class BufferCore:
         )
         commands: list[Any] = []
         for index in [i for held in (state.open, state.ready) for i, g in held.items() if g.versions & gone]:
-            state, dropped = self._drop(state, index, "abandoned")
+            state, dropped = self._drop(state, index, "abandoned", now)
             commands += dropped
         state, advanced = self._advance(state, now)
         return state, (*commands, *advanced)
@@ -157,9 +171,61 @@ class BufferCore:
             committed=event.step,
             versions=versions,
             sources=frozenset(s for s in state.sources if s.version in versions) | fresh,
+            barred={e: b for e, b in state.barred.items() if Member(e, b[0]) not in event.engines},
             abandoned=frozenset(v for v in state.abandoned if v >= min(versions)),
         )
         return self._advance(state, now)
+
+    # --- tasks ---
+
+    def _issued(self, state: State, task: TaskIssued, entry: str, now: float) -> Step[State]:
+        """A task, or samples of it once more, can be taken by a collector from now on."""
+        index = task.index
+        if task.only:
+            group = state.open.get(index)
+            state = state if group is None else replace(state, open={**state.open, index: replace(group, entry=entry)})
+        elif index not in state.closed and index not in state.open and index not in state.ready:
+            kept = task if self.config.group_policy == "replace" else replace(task, payload=b"")
+            state = replace(state, issued={**state.issued, index: Issued(kept, entry)})
+        if entry not in state.lost:
+            return state, ()
+        return self._lose(replace(state, lost=state.lost - {entry}), index, now)
+
+    def _tasks_lost(self, state: State, event: DataLost, now: float) -> Step[State]:
+        """Nobody will roll these tasks out: what they owe will not come."""
+        held = {task.entry: index for tasks in (state.issued, state.open) for index, task in tasks.items()}
+        commands: list[Any] = []
+        for entry in event.entries:
+            if entry in held:
+                state, lost = self._lose(state, held[entry], now)
+                commands += lost
+            else:
+                state = replace(state, lost=state.lost | {entry})
+        return state, commands
+
+    def _lose(self, state: State, index: int, now: float) -> Step[State]:
+        state = self._begin(state, index, now)
+        if index not in state.open:
+            return state, ()
+        state, completed = self._complete(state, index, now, "lost")
+        state, advanced = self._advance(state, now)
+        return state, (*completed, *advanced)
+
+    def _results_lost(self, state: State, now: float) -> Step[State]:
+        """A result of an unknown group is gone: from now on each has a deadline, also if nothing of it has come."""
+        for index in state.issued:
+            state = self._begin(state, index, now)
+        return state, ()
+
+    def _begin(self, state: State, index: int, now: float) -> State:
+        """The deadline of an issued group begins, unless it has begun before."""
+        held = state.issued.get(index)
+        if held is None:
+            return state
+        task = held.task
+        issue = task if self.config.group_policy == "replace" else None
+        group = Group(task.task, task.samples, now + self.config.group_deadline_s, issue=issue, entry=held.entry)
+        return replace(state, issued=without(state.issued, index), open={**state.open, index: group})
 
     # --- arrivals ---
 
@@ -167,13 +233,13 @@ class BufferCore:
         index = event.index
         if index in state.closed or index in state.ready:
             return state, reject(event, "the group is closed")
-        group = state.open.get(index)
-        if group is None:
-            group = Group(event.task, event.samples, now + self.config.group_deadline_s)
-        elif group.has(event.sample):
+        state = self._begin(state, index, now)
+        group = state.open.get(index) or Group(event.task, event.samples, now + self.config.group_deadline_s)
+        if group.has(event.sample):
             return state, reject(event, "duplicate: the sample has a result")
         commands: tuple[Any, ...] = ()
-        reason = refusal(state, event)
+        reason = refusal(state, event) or self._cut_off(event)
+        group = replace(group, attempts=max(group.attempts, event.attempt))
         if isinstance(event, TrajectoryFinished) and reason is None:
             group = with_sample(group, event, state.versions)
         else:
@@ -182,75 +248,77 @@ class BufferCore:
         state = replace(state, open={**state.open, index: group})
         if not group.settled():
             return state, commands
-        state, completed = self._complete(state, index, group)
+        state, completed = self._complete(state, index, now)
         state, advanced = self._advance(state, now)
         return state, (*commands, *completed, *advanced)
 
-    def _complete(self, state: State, index: int, group: Group) -> Step[State]:
-        """No more samples are waited for: the group is ready, or dropped."""
-        if len(group.samples) < group.size and self.config.group_policy == "drop":
-            return self._drop(state, index, "incomplete")
+    def _cut_off(self, event: TrajectoriesEvent) -> str | None:
+        if self.overlong == "drop" and isinstance(event, TrajectoryFinished) and event.stop_reason == "length":
+            return f"overlong: cut off at rollout.max_new_tokens={self.max_new_tokens}"
+        return None
+
+    def _complete(self, state: State, index: int, now: float, why: str = "incomplete") -> Step[State]:
+        """No more samples are waited for: the group is ready, dropped, or its missing samples are issued again."""
+        group = state.open[index]
+        missing = group.missing()
+        if missing and self.config.group_policy == "drop":
+            return self._drop(state, index, why, now)
+        if missing and group.issue is not None and group.replaced < self.config.replacements:
+            return self._replace(state, index, group.issue, now)
         if len(group.valid()) < 2:
-            return self._drop(state, index, "too_few_valid")
+            return self._drop(state, index, "lost" if why == "lost" and not group.samples else "too_few_valid", now)
         if self.config.skip_flat_groups and group.flat():
-            return self._drop(state, index, "flat")
-        return replace(state, open=without(state.open, index), ready={**state.ready, index: group}), ()
+            return self._drop(state, index, "flat", now)
+        ready = {**state.ready, index: replace(group, issue=None, late_at=None)}
+        return replace(state, open=without(state.open, index), ready=ready), _no_longer_late(index, group, now)
+
+    def _replace(self, state: State, index: int, task: TaskIssued, now: float) -> Step[State]:
+        """Issue the missing samples once more, with attempts that draw other random numbers."""
+        group = state.open[index]
+        only, first = group.missing(), group.attempts + 1
+        deadline = now + self.config.group_deadline_s
+        group = replace(group, failed=(), entry="", replaced=group.replaced + 1, deadline_at=deadline)
+        state = replace(state, open={**without(state.open, index), index: group})
+        again = replace(task, only=only, first_attempt=first)
+        return state, (Emit(again, correlation=task.task),)
 
     def _expire(self, state: State, now: float) -> Step[State]:
         """Complete the groups and evaluations whose deadline has passed."""
         commands: list[Any] = []
         for index, group in state.open.items():
             if group.deadline_at <= now:
-                state, completed = self._complete(state, index, group)
-                commands += completed
-        for number, held in state.rounds.items():
-            if held.deadline_at <= now:
-                state, finished = self._finish(state, number, held)
-                commands += finished
+                late = self._wait_on if self.config.group_policy == "wait" else self._complete
+                state, done = late(state, index, now)
+                commands += done
+        state, finished = evals.expire(state, now)
         state, advanced = self._advance(state, now)
         state, announced = self._announce(state, now)
-        return state, (*commands, *advanced, *announced)
+        return state, (*commands, *finished, *advanced, *announced)
+
+    def _wait_on(self, state: State, index: int, now: float) -> Step[State]:
+        """Missing samples are waited for beyond the deadline; say so once."""
+        group = state.open[index]
+        late_at = now if group.late_at is None else group.late_at
+        waited = replace(group, deadline_at=now + self.config.group_deadline_s, late_at=late_at)
+        state = replace(state, open={**without(state.open, index), index: waited})
+        if group.late_at is not None:
+            return state, ()
+        cause = (
+            f"task {group.task} lacks samples {list(group.missing())} after "
+            f"buffer.group_deadline_s={self.config.group_deadline_s:g}, and buffer.group_policy=wait"
+        )
+        return state, (Emit(WaitStarted(actor="buffer", on=f"group {index}", cause=cause)),)
 
     def _announce(self, state: State, now: float) -> Step[State]:
         due = waits.due(state.wait)
         if state.wait is None or due is None or now < due:
             return state, ()
-        cause = f"{len(state.ready)} of {self.config.groups} groups complete, {len(state.open)} begun"
+        cause = (
+            f"{len(state.ready)} of {self.config.groups} groups complete, {len(state.open)} begun, "
+            f"{len(state.issued)} without a result"
+        )
         wait, commands = waits.announce(state.wait, cause, "buffer")
         return replace(state, wait=wait), commands
-
-    # --- held-out evaluation ---
-
-    def _evaluate(self, state: State, event: TrajectoriesEvent, now: float) -> Step[State]:
-        number = (-1 - event.index) // self.eval_groups
-        if number in state.finished_rounds:
-            return state, reject(event, "the evaluation is closed")
-        held = state.rounds.get(number) or Round(now + self.config.group_deadline_s)
-        key = (event.index, event.sample)
-        if key in held.seen:
-            return state, reject(event, "duplicate: the sample has a result")
-        held = replace(held, seen=held.seen | {key})
-        reason = refusal(state, event)
-        if isinstance(event, TrajectoryFinished) and reason is None:
-            commands: tuple[Any, ...] = (Release((event.payload.key,)),)
-            held = with_reward(held, event, state.versions)
-        else:
-            commands = reject(event, reason or "")
-        state = replace(state, rounds={**state.rounds, number: held})
-        if len(held.seen) < self.eval_size:
-            return state, commands
-        state, finished = self._finish(state, number, held)
-        return state, (*commands, *finished)
-
-    def _finish(self, state: State, number: int, held: Round) -> Step[State]:
-        state = replace(state, rounds=without(state.rounds, number), finished_rounds=state.finished_rounds.add(number))
-        if held.version is None:
-            message = f"held-out evaluation {number} ended with {len(held.seen)} results and no reward among them"
-            failed = ActorFailed(actor="buffer", error="NoHeldOutReward", message=message, fatal=False)
-            return state, (Emit(failed),)
-        mean = sum(held.rewards) / len(held.rewards)
-        event = EvalFinished(version=held.version, step=held.step, mean_reward=mean, samples=len(held.rewards))
-        return state, (Emit(event),)
 
     # --- batches and credit ---
 
@@ -258,7 +326,7 @@ class BufferCore:
         """Emit every batch that can be emitted, evict what has become too stale, grant the credit that results."""
         commands: list[Any] = []
         while True:
-            state, evicted = self._evict(state)
+            state, evicted = self._evict(state, now)
             commands += evicted
             state, chosen, failed = self._choose(state)
             commands += failed
@@ -275,11 +343,11 @@ class BufferCore:
         begun = state.base is not None and state.committed is not None
         return "collector" if begun and state.outstanding() == 0 and state.target() < self.steps else None
 
-    def _evict(self, state: State) -> Step[State]:
+    def _evict(self, state: State, now: float) -> Step[State]:
         step = state.target()
         commands: list[Any] = []
         for index in [index for index, group in state.ready.items() if group.lag(step) > self.staleness]:
-            state, dropped = self._drop(state, index, "stale")
+            state, dropped = self._drop(state, index, "stale", now)
             commands += dropped
         return state, commands
 
@@ -318,11 +386,15 @@ class BufferCore:
         batch = BatchReady(batch=state.next_batch, groups=groups)
         state = replace(state, ready=without(state.ready, *chosen), closed=closed, next_batch=state.next_batch + 1)
         depth = BufferDepth(
-            batch=batch.batch, ready=len(state.ready), open=len(state.open), lags=lags, flat_groups=flat
+            batch=batch.batch,
+            ready=len(state.ready),
+            open=len(state.open) + len(state.issued),
+            lags=lags,
+            flat_groups=flat,
         )
         return state, (Emit(batch), Emit(depth))
 
-    def _drop(self, state: State, index: int, reason: str) -> Step[State]:
+    def _drop(self, state: State, index: int, reason: str, now: float) -> Step[State]:
         """Close an open or ready group without training on it."""
         group = state.open.get(index) or state.ready[index]
         state = replace(
@@ -334,7 +406,7 @@ class BufferCore:
         )
         event = GroupDropped(task=group.task, index=index, reason=reason, samples=len(group.samples))
         keys = tuple(sample.payload.key for sample in group.samples)
-        return state, (Emit(event, correlation=group.task), Release(keys))
+        return state, (Emit(event, correlation=group.task), Release(keys), *_no_longer_late(index, group, now))
 
     def _grant(self, state: State) -> Step[State]:
         """Let the source issue what can still be trained within the staleness window, and replace what was dropped.
@@ -350,3 +422,10 @@ class BufferCore:
         if total <= state.credit:
             return state, ()
         return replace(state, credit=total), (Emit(CreditGranted(total=total)),)
+
+
+def _no_longer_late(index: int, group: Group, now: float) -> tuple[Any, ...]:
+    """The end of a wait for its samples that was announced."""
+    if group.late_at is None:
+        return ()
+    return (Emit(WaitEnded(actor="buffer", on=f"group {index}", seconds=now - group.late_at)),)

@@ -17,6 +17,7 @@ from contracts.events import (
     Provenance,
     SampleFailed,
     SampleRef,
+    TaskIssued,
     TrajectoriesEvent,
     TrajectoryFinished,
     TrajectoryRejected,
@@ -34,10 +35,19 @@ class Sample(msgspec.Struct, frozen=True):
     oldest: int | None
 
 
+class Issued(msgspec.Struct, frozen=True):
+    """A task of which no result has come, and its entry in the stream. Its payload is kept only to issue it again."""
+
+    task: TaskIssued
+    entry: str
+
+
 class Group(msgspec.Struct, frozen=True):
     """What is known of one prompt group of `size` samples; `failed` lists the samples that will not come.
 
     `versions`: all that sampled in it. `oldest`: step of the oldest token of its valid samples, None without any.
+    `entry`: of its task, empty while unknown. `issue`: the task, if its missing samples may be issued again; that was
+    done `replaced` times. `attempts`: the highest seen. `late_at`: when a wait beyond the deadline was announced.
     """
 
     task: str
@@ -47,6 +57,16 @@ class Group(msgspec.Struct, frozen=True):
     failed: tuple[int, ...] = ()
     versions: frozenset[int] = frozenset()
     oldest: int | None = None
+    entry: str = ""
+    issue: TaskIssued | None = None
+    replaced: int = 0
+    attempts: int = 0
+    late_at: float | None = None
+
+    def missing(self) -> tuple[int, ...]:
+        """The samples without a trajectory."""
+        there = {sample.sample for sample in self.samples}
+        return tuple(sample for sample in range(self.size) if sample not in there)
 
     def has(self, sample: int) -> bool:
         return sample in self.failed or any(held.sample == sample for held in self.samples)
@@ -76,7 +96,8 @@ class Round(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct, frozen=True):
-    """`open`, `ready`: index -> group, by time of first result and of completion. `closed`: batched or dropped."""
+    """Where a train index is: `issued` without a result; `open`, by deadline; `ready`, by time of completion; `closed`,
+    that is batched or dropped. `lost`: entries of tasks that are gone, not seen yet."""
 
     base: int | None = None
     trained: int = 0
@@ -87,7 +108,11 @@ class State(msgspec.Struct, frozen=True):
     versions: dict[int, int] = {}
     """Version -> step, of the window."""
     sources: frozenset[Provenance] = frozenset()
+    barred: dict[str, tuple[int, int]] = {}
+    """Engine -> (boot, epoch) of its quarantine."""
     abandoned: frozenset[int] = frozenset()
+    issued: dict[int, Issued] = {}
+    lost: frozenset[str] = frozenset()
     open: dict[int, Group] = {}
     ready: dict[int, Group] = {}
     closed: Marks = Marks()
@@ -122,6 +147,9 @@ def refusal(state: State, event: TrajectoriesEvent) -> str | None:
         if source.version < min(state.versions, default=0):
             return "stale"
     foreign = next(source for source in event.sources if source not in state.sources)
+    boot, epoch = state.barred.get(foreign.engine, (None, None))
+    if boot == foreign.boot:
+        return f"{foreign.engine} boot {boot} is quarantined since epoch {epoch}"
     return f"no commit covers version {foreign.version} on {foreign.engine} boot {foreign.boot}"
 
 

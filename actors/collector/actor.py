@@ -284,8 +284,11 @@ class CollectorShell:
 
     def _finish(self, command: Rollout, each: Try, transcript: Transcript, outcome: Outcome, started: float) -> None:
         """Check and encode the trajectory, and tell the core of it."""
+        mask = outcome.mask
+        if mask is None and self._masks(command, transcript):
+            mask = f"overlong: cut off at rollout.max_new_tokens={self._sampling.max_new_tokens}"
         try:
-            payload = _encode(command, each, transcript, outcome)
+            payload = _encode(command, each, transcript, outcome, mask)
         except TrajectoryError as error:
             self._problem(command, each, Failed("data", str(error)))
             return
@@ -299,7 +302,7 @@ class CollectorShell:
                 attempt=each.attempt,
                 reward=outcome.reward,
                 components=dict(outcome.components),
-                mask_reason=outcome.mask,
+                mask_reason=mask,
                 prompt_tokens=transcript.prompt_tokens,
                 completion_tokens=transcript.completion_tokens,
                 sources=transcript.sources(),
@@ -309,6 +312,11 @@ class CollectorShell:
                 seconds=max(0.0, self._context.clock.now() - started),
             )
         )
+
+    def _masks(self, command: Rollout, transcript: Transcript) -> bool:
+        """Whether a sample that was cut off is kept out of training; held-out ones count as they are scored."""
+        wanted = self._config.rollout.overlong == "mask" and command.task.split == "train"
+        return wanted and transcript.stop_reason == "length"
 
     # --- cancellation ---
 
@@ -410,7 +418,7 @@ def _outcome(value: Any) -> Outcome:
     return outcome
 
 
-def _encode(command: Rollout, each: Try, transcript: Transcript, outcome: Outcome) -> bytes:
+def _encode(command: Rollout, each: Try, transcript: Transcript, outcome: Outcome, mask: str | None) -> bytes:
     """The encoded trajectory. Raises `TrajectoryError`."""
     task = command.task
     sequences = transcript.sequences()
@@ -424,7 +432,7 @@ def _encode(command: Rollout, each: Try, transcript: Transcript, outcome: Outcom
             attempt=each.attempt,
             reward=outcome.reward,
             components=dict(outcome.components),
-            mask_reason=outcome.mask,
+            mask_reason=mask,
             sequences=sequences,
             info=dict(outcome.info),
         )

@@ -44,8 +44,6 @@ from contracts.events import (
 
 BACKOFF_MAX_S = 30.0
 """Longest pause before a sample is tried again."""
-RETRIED: tuple[FailureKind, ...] = ("infra", "timeout")
-"""Failures that another try may cure."""
 BOOTS = 5
 """Restarts of the collector during one task after which the task is taken for their cause."""
 
@@ -53,12 +51,16 @@ BOOTS = 5
 
 
 class Open(msgspec.Struct, frozen=True):
-    """A task in hand. `attempts`: unsettled sample -> its current attempt; `waiting`: sample -> when it is tried."""
+    """A task in hand. `attempts`: unsettled sample -> its current attempt; `waiting`: sample -> when it is tried.
+
+    `failures`: unsettled sample -> the kinds of its failures so far.
+    """
 
     ref: Ref
     task: TaskIssued
     attempts: dict[int, int]
     waiting: dict[int, float]
+    failures: dict[int, tuple[FailureKind, ...]] = {}
     boots: int = 0
 
 
@@ -140,11 +142,12 @@ class CollectorCore:
     def _deliver(self, state: State, input: Delivered, now: float) -> Step[State]:
         match input.envelope.body:
             case TaskIssued() as task if input.ref.entry not in state.open:
+                samples = task.only or range(task.samples)
                 fresh = Open(
                     ref=input.ref,
                     task=task,
-                    attempts=dict.fromkeys(range(task.samples), 1),
-                    waiting=dict.fromkeys(range(task.samples), now),
+                    attempts=dict.fromkeys(samples, task.first_attempt),
+                    waiting=dict.fromkeys(samples, now),
                 )
                 return self._launch(_put(state, fresh), now)
             case GatewayReady() as ready:
@@ -265,12 +268,20 @@ class CollectorCore:
     def _sample_problem(self, state: State, input: SampleProblem, now: float) -> Step[State]:
         if not _current(state, input.ref, input):
             return state, ()
-        if input.failure not in RETRIED or input.attempt >= self.config.attempts:
-            return self._fail(state, input.ref, input.sample, input.failure, input.reason)
         task = state.open[input.ref.entry]
-        pause = min(BACKOFF_MAX_S, self.config.retry_backoff_s * 2 ** (input.attempt - 1))
-        state = _put(state, replace(task, attempts={**task.attempts, input.sample: input.attempt + 1}))
-        return _wait(state, input.ref, {input.sample: now + pause}), ()
+        failures = (*task.failures.get(input.sample, ()), input.failure)
+        spent, budget = failures.count(input.failure), getattr(self.config.attempts, input.failure)
+        if spent >= budget:
+            # What one attempt was allowed needs no arithmetic.
+            text = f" (failure {spent} of rollout.attempts.{input.failure}={budget})" if budget > 1 else ""
+            return self._fail(state, input.ref, input.sample, input.failure, input.reason + text)
+        pause = min(BACKOFF_MAX_S, self.config.retry_backoff_s * 2 ** (len(failures) - 1))
+        task = replace(
+            task,
+            attempts={**task.attempts, input.sample: input.attempt + 1},
+            failures={**task.failures, input.sample: failures},
+        )
+        return _wait(_put(state, task), input.ref, {input.sample: now + pause}), ()
 
     def _fail(self, state: State, ref: Ref, sample: int, failure: FailureKind, reason: str) -> Step[State]:
         held = state.open[ref.entry]
@@ -314,7 +325,8 @@ def _settle(state: State, ref: Ref, sample: int) -> Step[State]:
     attempts = _without(task.attempts, (sample,))
     if not attempts:
         return _remove(state, ref.entry), (Ack(ref),)
-    return _put(state, replace(task, attempts=attempts, waiting=_without(task.waiting, (sample,)))), ()
+    waiting, failures = _without(task.waiting, (sample,)), _without(task.failures, (sample,))
+    return _put(state, replace(task, attempts=attempts, waiting=waiting, failures=failures)), ()
 
 
 def _put(state: State, task: Open) -> State:

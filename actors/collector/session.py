@@ -22,7 +22,7 @@ from actors.gateway.sessions import Episode, describe
 from config.schema import RolloutConfig
 from contracts.events import Provenance
 from contracts.producer import Completion, DataError, Endpoint
-from contracts.trajectory import Sampling, Sequence, TokenSpan
+from contracts.trajectory import Sampling, Sequence, TokenSpan, TrajectoryError
 
 Generate = Callable[..., Awaitable[Generated]]
 """`GatewayClient.generate` with everything but prompt or messages, prefix_ids and the number of the turn filled in."""
@@ -97,16 +97,22 @@ class Transcript:
         return tuple(sorted(found, key=lambda source: (source.version, source.engine, source.boot)))
 
     def _sequence(self) -> Sequence:
+        """Raises `TrajectoryError` for a number that its type can't hold."""
         count = len(self._ids)
         mask = bytearray(count)
         for span in self._spans:
             if span.origin == "sampled":
                 mask[span.start : span.end] = b"\x01" * (span.end - span.start)
+        try:
+            ids = struct.pack(f"<{count}i", *self._ids)
+            logprobs = struct.pack(f"<{len(self._logprobs)}f", *self._logprobs)
+        except (struct.error, OverflowError) as error:
+            raise TrajectoryError(f"an id is no int32 or a logprob no float32: {error}") from error
         return Sequence(
             length=count,
-            ids=struct.pack(f"<{count}i", *self._ids),
+            ids=ids,
             loss_mask=bytes(mask),
-            logprobs=struct.pack(f"<{len(self._logprobs)}f", *self._logprobs),
+            logprobs=logprobs,
             spans=tuple(self._spans),
             sampling=self.sampling,
             stop_reason=self.stop_reason,

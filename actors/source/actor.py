@@ -81,10 +81,10 @@ class SourceShell:
     def _reader(self, command: FetchTasks) -> Reader:
         """The open iterator if it stands at the cursor, else a new one."""
         reader = self._readers.get(command.split)
-        if reader is None or reader.cursor != command.cursor or reader.ended:
+        if reader is None or (reader.epoch, reader.cursor) != (command.epoch, command.cursor) or reader.ended:
             if reader is not None:
                 reader.close()
-            reader = Reader(self._producer, command.cursor, self._config.seed, command.split)
+            reader = Reader(self._producer, command.cursor, self._config.seed, command.split, command.epoch)
             self._readers[command.split] = reader
         return reader
 
@@ -95,12 +95,16 @@ class SourceShell:
 
 
 class Reader:
-    """One iteration over a producer's tasks, on a thread of its own. `cursor` stands behind the last task it gave."""
+    """One iteration over a producer's tasks, on a thread of its own. `cursor` stands behind the last task it gave.
 
-    def __init__(self, producer: Producer, cursor: str | None, seed: int, split: str) -> None:
+    Pass `epoch` has a seed of its own, so that each shuffles anew.
+    """
+
+    def __init__(self, producer: Producer, cursor: str | None, seed: int, split: str, epoch: int) -> None:
         self.cursor = cursor
+        self.epoch = epoch
         self.ended = False
-        self._open = lambda: aiter(producer.tasks(cursor, seed, split))
+        self._open = lambda: aiter(producer.tasks(cursor, seed + epoch, split))
         self._tasks: AsyncIterator[Task] | None = None
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="producer-tasks", daemon=True).start()
@@ -119,7 +123,7 @@ class Reader:
         answer = future.result()
         if answer is None:
             return None
-        task = _checked(answer)
+        task = _checked(answer, self.epoch)
         self.ended = False
         self.cursor = task.cursor
         return task
@@ -134,7 +138,7 @@ class Reader:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
-def _checked(task: Any) -> FetchedTask:
+def _checked(task: Any, epoch: int) -> FetchedTask:
     """The task with its payload as JSON. Raises `NotATask` naming the field."""
     if not isinstance(task, Task):
         raise NotATask(f"tasks() yielded {type(task).__name__}, contracts.producer.Task is expected")
@@ -146,7 +150,7 @@ def _checked(task: Any) -> FetchedTask:
         payload = json.dumps(task.payload, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise NotATask(f"task {task.id!r}: payload is not JSON: {error}") from error
-    return FetchedTask(id=task.id, payload=payload.encode(), cursor=task.cursor)
+    return FetchedTask(id=task.id, payload=payload.encode(), cursor=task.cursor, epoch=epoch)
 
 
 def build(config: RunConfig, actor: str) -> SourceShell:

@@ -1,8 +1,9 @@
 """Decides which tasks are issued and when the producer is asked for more.
 
 Invariants: train indexes are dense from 0 and each is issued once, over restarts too; none is issued at or above the
-granted credit; the tasks of a run are those of the producer in its order. Held-out evaluations issue the same tasks
-each time, at indexes below 0: round `r` uses `eval.groups` of them, from `-1 - r * eval.groups` downwards.
+granted credit; the tasks of a run are those of the producer in its order, in `producer.epochs` passes. Held-out
+evaluations issue the same tasks each time, at indexes below 0: round `r` uses `eval.groups` of them, from
+`-1 - r * eval.groups` downwards.
 """
 
 from __future__ import annotations
@@ -37,19 +38,21 @@ CHUNK = 64
 
 
 class FetchTasks(msgspec.Struct, frozen=True):
-    """Ask the producer for up to `n` tasks behind `cursor`."""
+    """Ask the producer for up to `n` tasks behind `cursor`, in pass `epoch` over them."""
 
     n: int
     cursor: str | None
     split: Split
+    epoch: int = 0
 
 
 class FetchedTask(msgspec.Struct, frozen=True):
-    """A task of the producer. `payload` is JSON."""
+    """A task of the producer, of pass `epoch` over its tasks. `payload` is JSON."""
 
     id: str
     payload: bytes
     cursor: str
+    epoch: int = 0
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
@@ -91,11 +94,12 @@ class Eval(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct, frozen=True):
-    """`cursor` resumes behind the last task of `ready`, the tasks fetched and not yet issued."""
+    """`ready`: fetched and not yet issued. `cursor` resumes behind the last task of pass `epoch` that was fetched."""
 
     next: int = 0
     credit: int = 0
     cursor: str | None = None
+    epoch: int = 0
     ready: tuple[FetchedTask, ...] = ()
     fetching: bool = False
     exhausted: bool = False
@@ -121,6 +125,7 @@ class SourceCore:
     def __init__(self, config: RunConfig, actor: str) -> None:
         self.actor = actor
         self.producer = config.producer.name
+        self.epochs = config.producer.epochs
         self.seed = config.seed
         self.samples = config.rollout.samples
         self.eval = config.eval
@@ -142,7 +147,7 @@ class SourceCore:
                 state = replace(state, ready=(*state.ready, *input.tasks), cursor=cursor, fetching=False)
                 return self._go_on(state, now)
             case Exhausted(split="train"):
-                return self._go_on(replace(state, exhausted=True, fetching=False), now)
+                return self._train_ends(replace(state, fetching=False), now)
             case Fetched():
                 tasks = (*state.eval.tasks, *input.tasks)
                 held = replace(state.eval, tasks=tasks, fetching=False, complete=len(tasks) >= self.eval.groups)
@@ -206,6 +211,7 @@ class SourceCore:
             producer=self.producer,
             seed=self.seed,
             split=split,
+            data_epoch=task.epoch,
         )
         return Emit(event, correlation=task.id)
 
@@ -213,7 +219,7 @@ class SourceCore:
         commands: list[Any] = []
         missing = max(0, state.credit - state.next) + PREFETCH - len(state.ready)
         if not state.fetching and not state.exhausted and missing >= PREFETCH // 2:
-            commands.append(FetchTasks(n=min(missing, CHUNK), cursor=state.cursor, split="train"))
+            commands.append(FetchTasks(n=min(missing, CHUNK), cursor=state.cursor, split="train", epoch=state.epoch))
             state = replace(state, fetching=True)
         held = state.eval
         if held.due > held.issued and not held.complete and not held.fetching:
@@ -221,6 +227,13 @@ class SourceCore:
             commands.append(FetchTasks(n=self.eval.groups - len(held.tasks), cursor=cursor, split="eval"))
             state = replace(state, eval=replace(held, fetching=True))
         return state, commands
+
+    def _train_ends(self, state: State, now: float) -> Step[State]:
+        """The pass is over: the next one begins, unless it was the last or had no task at all."""
+        last = self.epochs is not None and state.epoch + 1 >= self.epochs
+        if last or state.cursor is None:
+            return self._go_on(replace(state, exhausted=True), now)
+        return self._go_on(replace(state, epoch=state.epoch + 1, cursor=None), now)
 
     def _failed(self, state: State, input: ProducerFailed) -> Step[State]:
         message = (

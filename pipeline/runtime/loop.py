@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from contracts.core import Booted, Clock, Delivered, Entry, LeaseLost, Ref, Shell, Tick
-from contracts.envelope import STREAM_OF, ContractError, encode
+from contracts.envelope import STREAM_OF, WORK_STREAMS, ContractError, encode
 from contracts.envelope import decode as decode_envelope
 from contracts.events import DataLost, kind
 from pipeline.bus import Bus, LeaseLostError, WorkEntry
@@ -182,7 +182,15 @@ class Runtime:
         for entry in entries:
             if number(entry.entry) > number(self._seen[entry.stream]):
                 self._seen[entry.stream] = entry.entry
-                fresh.append(Delivered(Ref(entry.stream, entry.entry), decode_envelope(entry.stream, entry.data)))
+                try:
+                    envelope = decode_envelope(entry.stream, entry.data)
+                except ContractError as error:
+                    if entry.stream not in WORK_STREAMS:
+                        raise
+                    # Its own readers bury it and say so.
+                    self.log.warning("unreadable", stream=entry.stream, entry=entry.entry, reason=str(error))
+                    continue
+                fresh.append(Delivered(Ref(entry.stream, entry.entry), envelope))
         self.push(fresh)
 
     def _intake(self) -> dict[str, int]:

@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 
 from actors.buffer.core import BufferCore, State
-from config.schema import BufferConfig, EvalConfig, RunConfig
+from config.schema import BufferConfig, EvalConfig, RolloutConfig, RunConfig
 from contracts.core import Ack, Delivered, Emit, Ref, Release, Tick
 from contracts.envelope import STREAM_OF, Envelope
 from contracts.events import (
     BatchReady,
+    DataLost,
     GroupDropped,
     Member,
     PayloadRef,
@@ -20,6 +21,7 @@ from contracts.events import (
     RefitCommitted,
     SampleFailed,
     StepFinished,
+    TaskIssued,
     TrajectoryFinished,
     TrajectoryRejected,
 )
@@ -30,9 +32,23 @@ ENGINE = Member("engine-0", 1)
 class Buffer:
     """A core with its state, fed events; collects what it emits."""
 
-    def __init__(self, *, steps: int = 100, sync: bool = False, evals: EvalConfig | None = None, **buffer: Any) -> None:
+    def __init__(
+        self,
+        *,
+        steps: int = 100,
+        sync: bool = False,
+        evals: EvalConfig | None = None,
+        rollout: RolloutConfig | None = None,
+        **buffer: Any,
+    ) -> None:
         settings = {"groups": 2, "max_staleness": 1, "sampler": "fifo", **buffer}
-        config = RunConfig(steps=steps, sync=sync, buffer=BufferConfig(**settings), eval=evals or EvalConfig())
+        config = RunConfig(
+            steps=steps,
+            sync=sync,
+            buffer=BufferConfig(**settings),
+            eval=evals or EvalConfig(),
+            rollout=rollout or RolloutConfig(),
+        )
         self.core = BufferCore(config)
         self.state = self.core.initial()
         self.now = 0.0
@@ -92,6 +108,18 @@ class Buffer:
                 tasks=(),
             )
         )
+
+    def issue(self, index: int, samples: int = 2) -> str:
+        """The task of `index` as the source issues it; answers its entry."""
+        task = TaskIssued(task=f"t{index}", index=index, samples=samples, payload=b"{}", producer="p", seed=0)
+        self.event(task)
+        return f"{self.count}-0"
+
+    def issued_again(self) -> list[TaskIssued]:
+        return [event for event in self.of(TaskIssued) if event.only]
+
+    def lose(self, *entries: str, stream: str = "tasks") -> list[Any]:
+        return self.event(DataLost(stream=stream, entries=entries, reason="unreadable"))
 
     def sample(
         self, index: int, sample: int, version: int = 0, reward: float | None = None, **changes: Any

@@ -289,7 +289,9 @@ def test_a_trainer_without_a_batch_makes_it_wait_for_collectors_and_say_so_once(
     buffer.sample(1, 0)
     assert buffer.tick(QUIET_S - 1) == []
     (event,) = buffer.tick(QUIET_S)
-    assert event == WaitStarted(actor="buffer", on="collector", cause="1 of 2 groups complete, 1 begun")
+    assert event == WaitStarted(
+        actor="buffer", on="collector", cause="1 of 2 groups complete, 1 begun, 0 without a result"
+    )
     assert buffer.tick(QUIET_S + 1) == []
     buffer.now = 9.0
     assert buffer.sample(1, 1)[-1] == WaitEnded(actor="buffer", on="collector", seconds=9.0)

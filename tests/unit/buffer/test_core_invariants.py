@@ -21,6 +21,7 @@ from contracts.events import (
     Member,
     PayloadRef,
     Provenance,
+    TaskIssued,
     TrajectoryRejected,
 )
 from tests.unit.buffer.harness import Buffer
@@ -34,7 +35,7 @@ class Run(RuleBasedStateMachine):
         groups=st.sampled_from([1, 1, 2, 3]),
         staleness=st.sampled_from([2, 1, 0, 2]),
         sampler=st.sampled_from(["fifo", "in_order", "ready_first", "windowed"]),
-        policy=st.sampled_from(["shrink", "drop"]),
+        policy=st.sampled_from(["shrink", "drop", "replace", "wait"]),
         skip=st.booleans(),
     )
     def begin(self, groups: int, staleness: int, sampler: str, policy: str, skip: bool) -> None:
@@ -49,7 +50,12 @@ class Run(RuleBasedStateMachine):
             group_deadline_s=10.0,
         )
         self.seen = 0
+        self.hole = False
+        self.policy = policy
         self.issued: list[int] = []
+        self.entries: dict[int, str] = {}
+        self.again: list[TaskIssued] = []
+        self.attempts: dict[int, set[int]] = {}
         self.sizes: dict[int, int] = {}
         self.owed: dict[int, set[int]] = {}
         self.batches: list[BatchReady] = []
@@ -82,12 +88,22 @@ class Run(RuleBasedStateMachine):
                 self.dropped.add(event.index)
             elif isinstance(event, BatchReady):
                 self.take(event)
+            elif isinstance(event, TaskIssued) and event.only:
+                assert self.policy == "replace"
+                assert event.first_attempt > max(self.attempts.get(event.index, {0}))
+                self.owed[event.index] |= set(event.only)
+                self.again.append(event)
         self.seen = len(self.buffer.emitted)
+        for event in self.again:
+            self.buffer.event(event)
+            self.entries[event.index] = f"{self.buffer.count}-0"
+        self.again = []
         while len(self.issued) < self.credit:
             index = len(self.issued)
             self.issued.append(index)
             self.sizes[index] = 2 + index % 2
             self.owed[index] = set(range(self.sizes[index]))
+            self.entries[index] = self.buffer.issue(index, self.sizes[index])
 
     def take(self, batch: BatchReady) -> None:
         assert batch.batch == len(self.batches) + 1, "batch numbers are dense"
@@ -114,6 +130,10 @@ class Run(RuleBasedStateMachine):
         self.serial += 1
         key = f"p{self.serial}"
         self.origin[key] = sources
+        group = self.buffer.state.open.get(index)
+        attempt = 1 if group is None else group.attempts + 1
+        if group is None or not group.has(sample):
+            self.attempts.setdefault(index, set()).add(attempt)
         self.lawful[key] = all(s in self.committed and s.version not in self.abandoned for s in sources)
         self.owed[index].discard(sample)
         self.buffer.sample(
@@ -124,6 +144,7 @@ class Run(RuleBasedStateMachine):
             reward=reward,
             valid=valid,
             payload=PayloadRef(key, 1),
+            attempt=attempt,
         )
         self.collect()
 
@@ -192,6 +213,24 @@ class Run(RuleBasedStateMachine):
         self.buffer.failed(index, sample, samples=self.sizes[index])
         self.collect()
 
+    @precondition(lambda self: self.issued)
+    @rule(data=st.data())
+    def task_is_lost(self, data: Any) -> None:
+        """Its collector gave it up, or its entry is gone: nothing more comes of it."""
+        index = data.draw(st.sampled_from(self.issued))
+        self.owed[index] = set()
+        self.buffer.lose(self.entries[index])
+        self.collect()
+
+    @precondition(lambda self: any(self.owed.values()))
+    @rule(data=st.data())
+    def result_is_lost(self, data: Any) -> None:
+        index = data.draw(st.sampled_from([index for index, samples in self.owed.items() if samples]))
+        self.owed[index].pop()
+        self.buffer.lose("0-1", stream="trajectories")
+        self.hole = self.policy == "wait"
+        self.collect()
+
     @rule(engines=st.sampled_from([ENGINES, ENGINES[:1], ENGINES[1:]]))
     def refit(self, engines: tuple[Member, ...]) -> None:
         self.commit(engines)
@@ -243,8 +282,9 @@ class Run(RuleBasedStateMachine):
     @invariant()
     def every_group_is_in_one_place(self) -> None:
         state = self.buffer.state
-        places = [set(self.batched), self.dropped, set(state.open), set(state.ready)]
+        places = [set(self.batched), self.dropped, set(state.issued), set(state.open), set(state.ready)]
         assert sum(map(len, places)) == len(set().union(*places))
+        assert set().union(*places) == set(self.issued), "an issued task is nowhere"
         assert {index for index in self.issued if index in state.closed} == set(self.batched) | self.dropped
 
     @invariant()
@@ -271,9 +311,15 @@ class Run(RuleBasedStateMachine):
         """Once faults stop, the run trains all its steps."""
         if not hasattr(self, "buffer"):
             return
+        if self.hole:
+            return  # What `wait` waits for is gone for good.
         for _ in range(40):
             if self.trained == STEPS:
                 break
+            # What was lost, and whoever waits for it, is settled by the deadlines.
+            self.buffer.now += 11.0
+            self.buffer.tick(self.buffer.now)
+            self.collect()
             self.commit(ENGINES)
             source = (Provenance(self.version, "engine-0", 1),)
             for index in list(self.issued):
@@ -285,4 +331,4 @@ class Run(RuleBasedStateMachine):
 
 
 TestRun = Run.TestCase
-TestRun.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestRun.settings = settings(max_examples=30, stateful_step_count=40, deadline=None)

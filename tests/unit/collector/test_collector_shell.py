@@ -149,9 +149,15 @@ class Stand:
         await self.shell.start(context)
         return self.shell
 
-    def rollout(self, samples: int = 2, ref: Ref = REF, url: str | None = None) -> Rollout:
+    def rollout(self, samples: int = 2, ref: Ref = REF, url: str | None = None, split: Any = "train") -> Rollout:
         task = TaskIssued(
-            task="t", index=6, samples=samples, payload=json.dumps(self.payload).encode(), producer="p", seed=0
+            task="t",
+            index=6,
+            samples=samples,
+            payload=json.dumps(self.payload).encode(),
+            producer="p",
+            seed=0,
+            split=split,
         )
         tries = tuple(Try(k, 1) for k in range(samples))
         return Rollout(ref=ref, task=task, tries=tries, url=url or self.gateway.url)
@@ -345,6 +351,43 @@ async def test_tokens_that_break_an_invariant_are_a_data_failure_not_a_trajector
     assert [problem.failure for problem in problems] == ["data", "data"]
     assert "logprob 0.25 at 3" in problems[0].reason
     assert "spans end at 2" in problems[1].reason
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "said"),
+    [([-0.5, -1e39], "a logprob no float32"), ([-0.5, 0.25], "logprob 0.25 at 3"), ([-0.5], "logprobs has 12 bytes")],
+)
+async def test_infinite_positive_and_missing_logprobs_are_never_trained_on(
+    stand: Stand, logprobs: Any, said: str
+) -> None:
+    async def lie(body: dict[str, Any]) -> tuple[int, Any]:
+        status, answer = await Gateway.echo(body)
+        answer["samples"][0]["logprobs"] = logprobs
+        return status, answer
+
+    stand.gateway.answer = lie
+    await stand.start(Single())
+    (problem,) = [input for input in await stand.run() if isinstance(input, SampleProblem)]
+    assert problem.sample == 0
+    assert said in problem.reason
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+@pytest.mark.parametrize("overlong", ["keep", "mask", "drop"])
+async def test_overlong_train_samples_are_masked_if_asked_to(stand: Stand, overlong: str, split: str) -> None:
+    async def cut(body: dict[str, Any]) -> tuple[int, Any]:
+        status, answer = await Gateway.echo(body)
+        answer["samples"][0]["finish_reason"] = "length"
+        return status, answer
+
+    stand.gateway.answer = cut
+    shell = await stand.start(Single(), overlong=overlong)
+    done = sorted(await stand.run(split=split), key=lambda input: input.sample)
+    masks = [trajectory.decode(shell.payload(input.handle)).mask_reason for input in done]
+    assert masks == [input.mask_reason for input in done]
+    expected = "overlong: cut off at rollout.max_new_tokens=" if (overlong, split) == ("mask", "train") else None
+    assert masks[1] is None
+    assert masks[0] is None if expected is None else (masks[0] or "").startswith(expected)
 
 
 # --- multi turn ------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from actors.collector.core import (
     ThreadsStuck,
     Try,
 )
-from config.schema import RolloutConfig
+from config.schema import AttemptsConfig, RolloutConfig
 from contracts.core import Ack, Booted, Delivered, Emit, LeaseLost, Ref, Tick
 from contracts.envelope import STREAM_OF, Envelope
 from contracts.events import (
@@ -50,6 +50,8 @@ class Collector:
     """A core with its state; keeps the rollouts that the shell would be running."""
 
     def __init__(self, **config: Any) -> None:
+        if isinstance(budget := config.get("attempts"), int):
+            config["attempts"] = AttemptsConfig(infra=budget, timeout=budget)
         self.core = CollectorCore(RolloutConfig(**{"samples": 2, "retry_backoff_s": 1.0, **config}), "collector-0")
         self.state = self.core.initial()
         self.now = 0.0
@@ -79,7 +81,7 @@ class Collector:
     def gateway(self, url: str = URL) -> list[Any]:
         return self.event(GatewayReady(gateway="gateway-0", boot=1, url=url))
 
-    def task(self, index: int = 0, samples: int = 2, split: Any = "train", deliveries: int = 1) -> Ref:
+    def task(self, index: int = 0, samples: int = 2, split: Any = "train", deliveries: int = 1, **again: Any) -> Ref:
         self.event(
             TaskIssued(
                 task=f"t{index}",
@@ -89,6 +91,7 @@ class Collector:
                 producer="p",
                 seed=0,
                 split=split,
+                **again,
             ),
             entry=f"{index}-7",
             deliveries=deliveries,
@@ -252,6 +255,37 @@ def test_what_another_try_cannot_cure_fails_at_once(failure: Any) -> None:
     ref = collector.task()
     collector.problem(ref, 0, failure=failure)
     assert [event.failure for event in collector.events(SampleFailed)] == [failure]
+
+
+def test_each_kind_of_failure_has_a_budget_of_its_own_and_the_last_one_names_it() -> None:
+    collector = ready(attempts=AttemptsConfig(infra=2, timeout=1, data=1, noncontiguous=2))
+    ref = collector.task()
+    collector.problem(ref, 0, 1, "infra")
+    collector.tick()
+    collector.problem(ref, 0, 2, "noncontiguous")
+    collector.tick()
+    assert collector.events(SampleFailed) == []
+    collector.problem(ref, 0, 3, "infra")
+    collector.problem(ref, 1, 1, "timeout")
+    first, second = collector.events(SampleFailed)
+    assert (first.sample, first.failure, first.attempt) == (0, "infra", 3)
+    assert first.reason.endswith("(failure 2 of rollout.attempts.infra=2)")
+    assert (second.sample, second.failure, second.attempt) == (1, "timeout", 1)
+    assert collector.acked == [ref]
+
+
+def test_a_task_that_is_issued_again_tries_only_what_is_missing_with_attempts_of_its_own() -> None:
+    collector = ready(attempts=2)
+    ref = collector.task(samples=4, only=(1, 3), first_attempt=4)
+    (rollout,) = collector.rollouts
+    assert rollout.tries == (Try(1, 4), Try(3, 4))
+    collector.done(ref, 1, attempt=4)
+    collector.problem(ref, 3, 4)
+    (again,) = collector.tick()
+    assert again.tries == (Try(3, 5),)
+    collector.problem(ref, 3, 5)
+    assert collector.acked == [ref]
+    assert [event.sample for event in collector.events(SampleFailed)] == [3]
 
 
 def test_pauses_are_bounded() -> None:

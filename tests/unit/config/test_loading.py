@@ -81,7 +81,7 @@ def test_an_unknown_recipe_names_the_nearest_and_all() -> None:
         ("seed=true", "seed=True: expected a whole number"),
         ("trainer.lr=0", "trainer.lr=0: expected a number > 0"),
         ("rollout.temperature=.inf", "rollout.temperature=inf: expected a finite number"),
-        ("buffer.group_policy=keep", "buffer.group_policy='keep': expected one of drop, shrink"),
+        ("buffer.group_policy=keep", "buffer.group_policy='keep': expected one of drop, replace, shrink, wait"),
         ("trainer.betas=[1]", "trainer.betas=[1]: expected a list of 2: a number, a number"),
         ("engine.urls=[a,1]", "engine.urls=['a', 1]: expected a list of which each is text: Expected `str`"),
         ("engine=torch", "engine='torch': expected a section with the keys kind, count,"),

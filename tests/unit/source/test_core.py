@@ -20,7 +20,7 @@ from actors.source.core import (
     State,
 )
 from actors.waits import QUIET_S
-from config.schema import EvalConfig, RolloutConfig, RunConfig
+from config.schema import EvalConfig, ProducerConfig, RolloutConfig, RunConfig
 from contracts.core import Booted, Delivered, Emit, LeaseLost, Ref, Tick
 from contracts.envelope import STREAM_OF, Envelope
 from contracts.events import (
@@ -40,9 +40,12 @@ from contracts.events import (
 class Source:
     """A core with its state and a producer of `size` train and `held_out` eval tasks that answers when told to."""
 
-    def __init__(self, size: int = 10_000, held_out: int = 100, evals: EvalConfig | None = None) -> None:
+    def __init__(
+        self, size: int = 10_000, held_out: int = 100, evals: EvalConfig | None = None, epochs: int | None = 1
+    ) -> None:
+        producer = ProducerConfig(epochs=epochs)
         self.core = SourceCore(
-            RunConfig(rollout=RolloutConfig(samples=4), seed=7, eval=evals or EvalConfig()), "source"
+            RunConfig(rollout=RolloutConfig(samples=4), seed=7, eval=evals or EvalConfig(), producer=producer), "source"
         )
         self.state = self.core.initial()
         self.sizes = {"train": size, "eval": held_out}
@@ -90,7 +93,7 @@ class Source:
         numbers = range(first, min(self.sizes[asked.split], first + asked.n))
         if not numbers:
             return self.feed(Exhausted(asked.split))
-        tasks = tuple(FetchedTask(f"{asked.split}-{n}", b"{}", str(n + 1)) for n in numbers)
+        tasks = tuple(FetchedTask(f"{asked.split}-{n}", b"{}", str(n + 1), asked.epoch) for n in numbers)
         return self.feed(Fetched(asked.split, tasks))
 
     def answer_all(self) -> None:
@@ -333,3 +336,64 @@ def test_it_has_no_work_streams() -> None:
     source = Source()
     assert source.core.work == ()
     assert source.core.intake(source.state) == {}
+
+
+ACTIONS = ["answer", "credit", "crash", "stop"]
+
+# --- passes ----------------------------------------------------------------------------------------------------------
+
+
+def passes(source: Source) -> list[tuple[int, int, str]]:
+    return [(e.index, e.data_epoch, e.task) for e in source.emitted if isinstance(e, TaskIssued)]
+
+
+def test_a_producer_that_ends_is_asked_again_once_a_pass_and_then_the_end_is_announced():
+    source = Source(size=3, epochs=2)
+    source.feed(Booted(1))
+    source.credit(100)
+    source.answer_all()
+    assert passes(source) == [(n, n // 3, f"train-{n % 3}") for n in range(6)]
+    assert [event for event in source.emitted if isinstance(event, DataExhausted)] == [DataExhausted(issued=6)]
+
+
+def test_without_a_number_of_passes_it_is_asked_again_for_ever():
+    source = Source(size=3, epochs=None)
+    source.feed(Booted(1))
+    source.credit(50)
+    source.answer_all()
+    assert passes(source) == [(n, n // 3, f"train-{n % 3}") for n in range(50)]
+    assert source.credit(60)[-1].data_epoch == 19
+
+
+@pytest.mark.parametrize("epochs", [1, 3, None])
+def test_a_producer_without_a_task_is_asked_once(epochs: int | None):
+    source = Source(size=0, epochs=epochs)
+    source.feed(Booted(1))
+    source.answer_all()
+    assert source.emitted == [DataExhausted(issued=0)]
+
+
+@given(st.integers(1, 40), st.sampled_from([1, 2, 3]), st.lists(st.sampled_from(ACTIONS)))
+def test_whenever_it_restarts_no_task_is_skipped_and_none_repeated(size: int, epochs: int, actions: list[str]):
+    source = Source(size=size, epochs=epochs)
+    source.feed(Booted(1))
+    credit = 0
+    for action in [*actions, "crash"]:
+        if action == "answer" and source.asked:
+            source.answer()
+        elif action == "credit":
+            credit += 7
+            source.credit(credit)
+        elif action == "crash":
+            source.asked.clear()
+            source.feed(Booted(2))
+        elif action == "stop":
+            source.event(RunStopping(reason="x"))
+            source.event(RunStarted(config_digest="", resumed=True))
+        assert len(passes(source)) <= credit
+    source.credit(size * epochs + 1)
+    source.answer_all()
+    assert passes(source) == [(n, n // size, f"train-{n % size}") for n in range(size * epochs)]
+    assert [event for event in source.emitted if isinstance(event, DataExhausted)] == [
+        DataExhausted(issued=size * epochs)
+    ]
