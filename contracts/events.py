@@ -186,7 +186,10 @@ class EvalFinished(Record, frozen=True, kw_only=True, tag="eval.finished"):
 
 
 class BufferDepth(Record, frozen=True, kw_only=True, tag="buffer.depth"):
-    """Buffer -> all, with each batch: groups left after the pick, and its staleness histogram (lag -> samples)."""
+    """Buffer -> all, with each batch: groups left after the pick, and its staleness histogram (lag -> samples).
+
+    `ready` are complete, `open` are issued and not complete.
+    """
 
     batch: int
     ready: int

@@ -56,8 +56,10 @@ class Buffer:
         self.emitted: list[Any] = []
         self.released: list[str] = []
         self.acked = 0
+        self.fed: list[tuple[Any, float]] = []
 
     def feed(self, input: Any) -> list[Any]:
+        self.fed.append((input, self.now))
         self.state, commands = self.core.step(self.state, input, self.now)
         self.state = msgspec.msgpack.decode(msgspec.msgpack.encode(self.state), type=State)
         events = [command.event for command in commands if isinstance(command, Emit)]
@@ -65,6 +67,14 @@ class Buffer:
         self.released += [key for command in commands if isinstance(command, Release) for key in command.keys]
         self.acked += sum(isinstance(command, Ack) for command in commands)
         return events
+
+    def fold(self) -> tuple[State, list[Any]]:
+        """State and events of another core that takes the same inputs."""
+        state, events = self.core.initial(), []
+        for input, now in self.fed:
+            state, commands = self.core.step(state, input, now)
+            events += [command.event for command in commands if isinstance(command, Emit)]
+        return state, events
 
     def event(self, body: Any) -> list[Any]:
         self.count += 1

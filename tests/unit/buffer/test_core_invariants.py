@@ -290,7 +290,7 @@ class Run(RuleBasedStateMachine):
     @invariant()
     def credit_bounds_the_groups_outstanding(self) -> None:
         outstanding = len(self.issued) - len(self.batched) - len(self.dropped)
-        assert outstanding <= self.groups * (1 + self.staleness)
+        assert outstanding <= self.groups * (1 + self.staleness) - (self.buffer.core.window - 1)
         assert len(self.issued) - len(self.dropped) <= self.groups * STEPS
 
     @invariant()
@@ -311,6 +311,7 @@ class Run(RuleBasedStateMachine):
         """Once faults stop, the run trains all its steps."""
         if not hasattr(self, "buffer"):
             return
+        assert self.buffer.fold() == (self.buffer.state, self.buffer.emitted), "the same inputs gave something else"
         if self.hole:
             return  # What `wait` waits for is gone for good.
         for _ in range(40):

@@ -96,6 +96,7 @@ def test_replace_issues_failed_and_missing_samples_again_with_attempts_of_their_
     (again,) = buffer.issued_again()
     assert (again.index, again.samples, again.only, again.first_attempt) == (0, 4, (2, 3), 4)
     assert again.payload == b"{}"
+    assert buffer.core.wake(buffer.state) == 20.0, "they have a deadline of their own"
     buffer.sample(0, 3, samples=4, attempt=4)
     buffer.failed(0, 2, samples=4, attempt=6)
     assert [(event.only, event.first_attempt) for event in buffer.issued_again()] == [((2, 3), 4), ((2,), 7)]
