@@ -41,7 +41,7 @@ def test_it_is_an_engine_client() -> None:
         (lambda c: c.abort_all(5), "/abort_request", {"rid": "", "abort_all": True}),
         (lambda c: c.flush(1.5), "/flush_cache", {"timeout": "1.500"}),
         (lambda c: c.pause(5), "/pause_generation", {"mode": "in_place"}),
-        (lambda c: c.resume(5), "/continue_generation", {}),
+        (lambda c: c.resume(5), "/continue_generation", {"torch_empty_cache": False}),
         (
             lambda c: c.join_group("10.0.0.1", 7, 3, 9, "g", "gloo", 5),
             "/init_weights_update_group",
@@ -67,6 +67,19 @@ def test_it_is_an_engine_client() -> None:
                 "abort_all_requests": False,
                 "weight_version": "17",
                 "load_format": "flattened_bucket",
+                "torch_empty_cache": False,
+            },
+        ),
+        (
+            lambda c: c.take(("a place",), "17", 5),
+            "/update_weights_from_tensor",
+            {
+                "serialized_named_tensors": ["a place"],
+                "load_format": "flattened_bucket",
+                "flush_cache": False,
+                "abort_all_requests": False,
+                "weight_version": "17",
+                "torch_empty_cache": False,
             },
         ),
         (lambda c: c.checksums(5), "/weights_checker", {"action": "checksum"}),
