@@ -198,10 +198,13 @@ class ServerProcess:
         """The end of what this process logged, for an error."""
         if self._log is None:
             return "; see its output"
-        with self._log.open("rb") as log:
-            size = log.seek(0, os.SEEK_END)
-            log.seek(max(self._log_start, size - TAIL_BYTES))
-            text = log.read().decode(errors="replace").strip()
+        try:
+            with self._log.open("rb") as log:
+                size = log.seek(0, os.SEEK_END)
+                log.seek(max(self._log_start, size - TAIL_BYTES))
+                text = log.read().decode(errors="replace").strip()
+        except FileNotFoundError:
+            return f"; {self._log} is gone"
         return f"; {self._log} ends with:\n{text}" if text else f"; {self._log} got no line from it"
 
 

@@ -37,7 +37,8 @@ def test_a_run_trains_refits_and_leaves_everything_it_promises(start: Start):
 
 
 def test_the_synchronous_loop_trains_on_nothing_but_the_current_version(start: Start):
-    run = start("steps=3", "sync=true")
+    """Its weights travel through shared memory."""
+    run = start("steps=3", "sync=true", "refit.transport=ipc")
     assert run.end() == 0, run.tail()
     run.verify()
     assert [event["body"]["metrics"]["staleness_max"] for event in steps(run.events())] == [0.0, 0.0, 0.0]

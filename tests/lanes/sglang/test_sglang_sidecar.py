@@ -1,6 +1,6 @@
 """The engine actor on the real server: one boot goes through the barrier again and again, by gloo and by shared memory.
 
-The tests of a transport share one server, in order; each leaves it serving, and the last one kills it.
+The tests share one server, in order; each leaves it serving, and the last one kills it.
 """
 
 from __future__ import annotations
@@ -47,6 +47,14 @@ class Bench:
         self.refits = Refits(driver, digests=False)
         self.epoch = 0
 
+    def use(self, transport: Any) -> None:
+        """From now on weights travel so; the server does not care."""
+        self.refits.sender.close()
+        settings = self.driver.config
+        settings = replace(settings, refit=replace(settings.refit, transport=transport))
+        self.driver.config = self.driver.shell._config = settings
+        self.refits = Refits(self.driver, digests=False)
+
     async def load(self, seed: int) -> None:
         """One whole refit, in a fresh group."""
         self.epoch += 1
@@ -81,26 +89,24 @@ class Bench:
         return task
 
 
-def config(python: str, transport: Any) -> RunConfig:
+def config(python: str) -> RunConfig:
     return RunConfig(
         model=ModelConfig(params=PARAMS),
         engine=EngineConfig(
             kind="sglang", python=python, max_total_tokens=4096, max_running=8, lease_s=10.0, restart_backoff_s=0.1
         ),
-        refit=RefitConfig(deadline_s=60.0, drain_deadline_s=20.0, bucket_mib=8192 / 2**20, transport=transport),
+        refit=RefitConfig(deadline_s=60.0, drain_deadline_s=20.0, bucket_mib=8192 / 2**20),
         gateway=GatewayConfig(request_deadline_s=120.0),
         launch=LaunchConfig(start_deadline_s=PATIENCE_S),
     )
 
 
-@pytest_asyncio.fixture(loop_scope="module", scope="module", params=["gloo", "ipc"])
-async def bench(
-    request: pytest.FixtureRequest, sglang_python: str, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Bench]:
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def bench(sglang_python: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
     torch.set_num_threads(1)
     cache = pytest.MonkeyPatch()
     cache.setenv("SLUICE_CACHE", str(tmp_path_factory.getbasetemp() / "sluice-cache"))
-    settings = config(sglang_python, request.param)
+    settings = config(sglang_python)
     async with Driver(settings, tmp_path_factory.mktemp("run")) as driver, aiohttp.ClientSession() as http:
         ready = await driver.until(
             lambda: next(iter(driver.find(EngineReady)), None), "EngineReady", timeout=PATIENCE_S
@@ -121,7 +127,9 @@ def reference(bench: Bench, seed: int, ids: list[int]) -> list[float]:
     return [float(logits[len(PROMPT) - 1 + i, token]) for i, token in enumerate(ids)]
 
 
-async def test_tokens_are_those_of_the_weights_that_were_sent(bench: Bench) -> None:
+@pytest.mark.parametrize("transport", ["gloo", "ipc"])
+async def test_tokens_are_those_of_the_weights_that_were_sent(bench: Bench, transport: str) -> None:
+    bench.use(transport)
     for seed in (5, 6):
         await bench.load(seed)
         answer, version = await bench.generate(f"rid-{bench.epoch:04}")
@@ -151,9 +159,11 @@ async def test_an_interrupt_keeps_the_tokens_made_so_far(bench: Bench) -> None:
     assert len(answer["meta_info"]["output_token_logprobs"]) == len(answer["output_ids"])
 
 
-async def test_a_bad_transfer_costs_one_epoch_and_the_next_one_is_served(bench: Bench) -> None:
+@pytest.mark.parametrize("transport", ["gloo", "ipc"])
+async def test_a_bad_transfer_costs_one_epoch_and_the_next_one_is_served(bench: Bench, transport: str) -> None:
     """Over gloo a tensor of another shape, which the server refuses; over shared memory a trainer that gives up."""
-    if bench.driver.config.refit.transport == "gloo":
+    bench.use(transport)
+    if transport == "gloo":
         await bench.drained(9, spoil=True)
         started = bench.refits.start(bench.epoch, f"g{bench.epoch}", fresh=True)
         await asyncio.to_thread(bench.refits.sender.send, started, 30.0)
@@ -166,7 +176,7 @@ async def test_a_bad_transfer_costs_one_epoch_and_the_next_one_is_served(bench: 
     told = await bench.driver.event(EngineFailed, epoch=bench.epoch)
     assert told.phase == "receive"
     await bench.load(10)
-    answer, _ = await bench.generate("rid-again")
+    answer, _ = await bench.generate(f"rid-{bench.epoch:04}")
     found = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
     assert found == pytest.approx(reference(bench, 10, answer["output_ids"]), abs=1e-4)
 
