@@ -22,8 +22,8 @@ TEXT_LIMIT = 500
 """Characters of an answer that an error quotes."""
 KEEPALIVE_S = 4.0
 """Idle connections are closed before the server (uvicorn: 5 s) does, so that no request meets its closing."""
-FLUSH_GRACE_S = 2.0
-"""How long a flush may take beyond the wait that it was asked for."""
+FLUSH_GRACE_S = 5.0
+"""How long a flush may take beyond the wait that it was asked for. A server that sleeps when idle looks once a second."""
 
 
 class CallError(EngineError):
