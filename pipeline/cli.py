@@ -102,15 +102,27 @@ def actor(name: str, run: str | None) -> None:
 @click.option("--stream", "streams", multiple=True, metavar="S", help="Only this stream; may be repeated.")
 @click.option("--kind", "kinds", multiple=True, metavar="K", help="Only this kind, such as 'refit.*'; may be repeated.")
 @click.option("--actor", "actors", multiple=True, metavar="A", help="Only events of this actor; may be repeated.")
+@click.option("--cause", "causes", multiple=True, metavar="ID", help="Only this event and what followed from it.")
+@click.option("--since", metavar="MOMENT", help="From then on: an entry, an event's id, a time, or +SECONDS.")
+@click.option("--until", metavar="MOMENT", help="Up to then.")
 @click.option("--follow", "-f", is_flag=True, help="Go on with new events until the run has finished.")
 def log(
-    run: str | None, streams: tuple[str, ...], kinds: tuple[str, ...], actors: tuple[str, ...], follow: bool
+    run: str | None,
+    streams: tuple[str, ...],
+    kinds: tuple[str, ...],
+    actors: tuple[str, ...],
+    causes: tuple[str, ...],
+    since: str | None,
+    until: str | None,
+    follow: bool,
 ) -> None:
     """Print a run's events, one JSON object a line, in the order in which they were committed."""
-    from pipeline import eventlog
+    from pipeline import eventlog, moments
     from pipeline.rundir import RunDir
+    from pipeline.selection import Filter
 
-    chosen = eventlog.Filter(streams, kinds, actors)
+    begin, end = (None if text is None else moments.parse(text) for text in (since, until))
+    chosen = Filter(streams, kinds, actors, causes, begin, end)
     for line in eventlog.lines(RunDir.find(run), chosen, follow=follow):
         sys.stdout.buffer.write(line + b"\n")
         if follow:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from datetime import UTC, datetime
-from fnmatch import fnmatchcase
 from typing import Any
 
 import msgspec
@@ -16,51 +15,42 @@ from actors.recorder import archive
 from actors.recorder.ordering import START, advance, number, settled
 from contracts.core import Entry
 from contracts.envelope import STREAMS, Envelope, decode
-from contracts.events import Event, RunFinished, TaskIssued, kind
+from contracts.events import Event, RunFinished, TaskIssued
 from pipeline.errors import Exit, PipelineError
 from pipeline.rundir import RunDir
+from pipeline.selection import Filter, Selection
 
 PAGE = 512
 BLOCK_MS = 1000
 CONNECT_S = 3.0
 
 
-class Filter(msgspec.Struct, frozen=True):
-    """Which events are wanted; an empty tuple wants all. Kinds may hold `*`."""
-
-    streams: Sequence[str] = ()
-    kinds: Sequence[str] = ()
-    actors: Sequence[str] = ()
-
-    def accepts(self, envelope: Envelope[Event]) -> bool:
-        return (
-            (not self.streams or envelope.stream in self.streams)
-            and (not self.actors or envelope.actor in self.actors)
-            and (not self.kinds or any(fnmatchcase(kind(envelope.body), pattern) for pattern in self.kinds))
-        )
-
-
 def lines(run: RunDir, chosen: Filter, *, follow: bool) -> Iterator[bytes]:
-    """JSON of each event accepted, in the order of commits. Raises `PipelineError` for an unknown stream.
+    """JSON of each event wanted, in the order of commits. Raises `PipelineError` for an unknown stream or event.
 
     With `follow`, goes on with what is new in the store until the run has finished.
     """
     unknown = sorted(set(chosen.streams) - set(STREAMS))
     if unknown:
         raise PipelineError(f"no stream {unknown[0]!r}; streams are {', '.join(STREAMS)}", Exit.USAGE)
+    selection = Selection(chosen)
     last: dict[str, str] = {}
     complete = False
     for entry, envelope in archived(run):
         last[entry.stream] = entry.entry
         complete = isinstance(envelope.body, RunFinished)
-        if chosen.accepts(envelope):
+        if selection.takes(entry, envelope):
             yield render(entry, envelope)
+        if selection.over:
+            return
+    if selection.unmet and not follow:
+        raise PipelineError(f"no event {min(selection.unmet)!r} in the archive of {run.path}", Exit.USAGE)
     if follow and not complete:
         for entry in _iterate(_live(run, last)):
             envelope = decode(entry.stream, entry.data)
-            if chosen.accepts(envelope):
+            if selection.takes(entry, envelope):
                 yield render(entry, envelope)
-            if isinstance(envelope.body, RunFinished):
+            if selection.over or isinstance(envelope.body, RunFinished):
                 return
 
 

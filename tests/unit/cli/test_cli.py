@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner, Result
 from story import Story, trained
@@ -198,6 +199,41 @@ def test_events_are_printed_in_order_and_filtered(make_run: Callable[..., RunDir
     }
     assert _log(run, "--actor", "nobody") == []
     assert len(_log(run, "--actor", "test")) == len(story.log)
+
+
+def test_events_are_picked_by_when_they_were(make_run: Callable[..., RunDir]) -> None:
+    story = trained(2)
+    run = make_run(story)
+    every = _log(run)
+    fifth = json.loads(every[4])
+    assert _log(run, "--since", "5") == _log(run, "--since", fifth["id"]) == every[4:]
+    walls = [json.loads(line)["wall_ns"] for line in every]
+    late = [line for line, wall in zip(every, walls, strict=True) if wall >= walls[0] + 4_000_000_000]
+    assert 0 < len(late) < len(every)
+    assert _log(run, "--since", "+4") == late
+    assert _log(run, "--until", "5-0") == _log(run, "--until", fifth["id"]) == every[:5]
+    assert _log(run, "--since", "3", "--until", "5") == every[2:5]
+    same = [line for line, wall in zip(every, walls, strict=True) if wall == walls[4]]
+    assert _log(run, "--since", fifth["at"], "--until", fifth["at"]) == same
+    missing = call("log", str(run.path), "--since", "nobody:1.0")
+    assert missing.exit_code == Exit.USAGE
+    assert "no event 'nobody:1.0'" in missing.output
+    assert "names no moment" in call("log", str(run.path), "--until", "yesterday").output
+
+
+def test_an_event_is_printed_with_everything_that_followed_from_it(make_run: Callable[..., RunDir]) -> None:
+    story = trained(1)
+    ids = [envelope.id for envelope in story.log]
+    causes = {ids[3]: ids[1], ids[5]: ids[3], ids[6]: ids[2]}
+    story.log = [msgspec.structs.replace(e, causation_id=causes.get(e.id)) for e in story.log]
+    run = make_run(story)
+    assert [json.loads(line)["id"] for line in _log(run, "--cause", ids[1])] == [ids[1], ids[3], ids[5]]
+    assert [json.loads(line)["id"] for line in _log(run, "--cause", ids[1], "--cause", ids[6])] == [
+        ids[1],
+        ids[3],
+        ids[5],
+        ids[6],
+    ]
 
 
 def _log(run: RunDir, *words: str) -> list[str]:
