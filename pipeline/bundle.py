@@ -31,15 +31,14 @@ from contracts.core import Delivered
 from contracts.envelope import decode, encode
 from contracts.events import ActorBooted, TaskIssued
 from pipeline import eventlog, rundir
-from pipeline.cores import core_of
 from pipeline.errors import Exit, PipelineError
 from pipeline.launcher import config_of
 from pipeline.replay import journals
+from pipeline.replay.recorded import Log, Track, eras_of
 from pipeline.rundir import RunDir
 from pipeline.runtime.journal import Journal, Record, fingerprint
 from pipeline.secrets import Scrubber
 from pipeline.why import load, render
-from pipeline.why.diagnosis import diagnose
 
 FORMAT = 1
 LOG_BYTES = 2 << 20
@@ -102,8 +101,7 @@ def to_test(run: RunDir, folder: Path, name: str, *, payloads: bool = False) -> 
     make(run, file, payloads=payloads, stacks=False)
     with tempfile.TemporaryDirectory() as scratch:
         unpacked = unpack(file, Path(scratch))
-        case = load.gather(unpacked, config_of(unpacked))
-        found = diagnose(case.model, case.config, case.now, case.evidence)
+        found = load.explain(unpacked, config_of(unpacked))[1]
     cause = None if found.cause is None else (found.cause.code, found.cause.culprit)
     test.write_text(TEST.format(name=name, run=run.info().run, cause=cause))
     return test
@@ -120,7 +118,6 @@ from pipeline.launcher import config_of
 from pipeline.replay.check import check
 from pipeline.replay.recorded import Recorded
 from pipeline.why import load
-from pipeline.why.diagnosis import diagnose
 
 BUNDLE = Path(__file__).with_name("{name}.tar.gz")
 
@@ -132,8 +129,7 @@ def test_{name}_replays_as_recorded(tmp_path: Path) -> None:
 
 def test_{name}_is_explained(tmp_path: Path) -> None:
     run = bundle.unpack(BUNDLE, tmp_path)
-    case = load.gather(run, config_of(run))
-    found = diagnose(case.model, case.config, case.now, case.evidence).cause
+    found = load.explain(run, config_of(run))[1].cause
     assert (None if found is None else (found.code, found.culprit)) == {cause!r}
 '''
 
@@ -170,8 +166,7 @@ def _tail(path: Path) -> str:
 
 
 def _why(run: RunDir, folder: Path, scrub: Scrubber) -> None:
-    case = load.gather(run, config_of(run))
-    found = diagnose(case.model, case.config, case.now, case.evidence)
+    case, found = load.explain(run, config_of(run))
     text = "\n".join(render.lines(found, case.stopped, ended=case.ended))
     (folder / "why.txt").write_text(scrub.text(text) + "\n")
     (folder / "why.json").write_text(scrub.text(msgspec.json.encode(found).decode()) + "\n")
@@ -215,10 +210,11 @@ def _journals(run: RunDir, folder: Path, scrub: Scrubber, *, payloads: bool) -> 
         return
     with _writer(run, folder, "journals") as writer:
         for name, records in journals.grouped(run).items():
-            core = core_of(config, name)
-            reader, journal = journals.Reader(core), Journal(core)
-            old = new = core.initial()
+            track = Track(name, eras_of(name, config, run.info().eras), records, Log([]))
+            reader, journal = journals.Reader(track.core), Journal(track.core)
+            old = new = track.core.initial()
             for record in records:
+                core = track.core_of(record.seq)
                 input = reader.input(record)
                 clean = _clean(input, scrub, bytes(record.input), payloads=payloads)
                 old, recorded = core.step(old, input, record.now)

@@ -157,12 +157,10 @@ def why(run: str | None, until: str | None, now: str | None, patience: float, as
     from pipeline.launcher import config_of
     from pipeline.rundir import RunDir
     from pipeline.why import load, render
-    from pipeline.why.diagnosis import diagnose
 
     directory = RunDir.find(run)
-    case = load.gather(directory, config_of(directory), moments.parse(until) if until else None)
-    at = case.now if now is None else moments.parse(now).time(case.model.started_at or case.now)
-    found = diagnose(case.model, case.config, at, case.evidence, patience)
+    then, at = (moments.parse(text) if text else None for text in (until, now))
+    case, found = load.explain(directory, config_of(directory), then, at, patience)
     if as_json:
         click.echo(msgspec.json.encode(found).decode())
     else:

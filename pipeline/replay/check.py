@@ -67,13 +67,13 @@ def without_collector() -> Iterator[None]:
 
 
 def _check(track: Track) -> tuple[Divergence | None, int]:
-    step, state, decode, emitted = track.core.step, track.core.initial(), track.input, track.emitted
+    core_of, state, decode, emitted = track.core_of, track.core.initial(), track.input, track.emitted
     last_logged = max(emitted, default=0)
     count = 0
     for record in track.records:
         input = decode(record)
         try:
-            state, commands = step(state, input, record.now)
+            state, commands = core_of(record.seq).step(state, input, record.now)
         except Exception as error:
             return _differs(track, record, input, (), f"it raises {type(error).__name__}: {error}"), count
         count += 1

@@ -19,7 +19,7 @@ from pipeline.cores import core_of
 from pipeline.errors import Exit, PipelineError
 from pipeline.moments import Moment
 from pipeline.replay import journals
-from pipeline.rundir import RunDir
+from pipeline.rundir import Era, RunDir
 from pipeline.runtime.journal import Record
 
 
@@ -87,11 +87,17 @@ class Log:
 
 
 class Track:
-    """One actor: its core, and the inputs that it took, in order."""
+    """One actor: the inputs that it took, in order, and its cores.
 
-    def __init__(self, name: str, core: Core[Any], records: Sequence[Record], log: Log) -> None:
+    A resume may change settings, so each core has taken the inputs up to a sequence number; None: up to the end.
+    """
+
+    def __init__(
+        self, name: str, eras: Sequence[tuple[int | None, Core[Any]]], records: Sequence[Record], log: Log
+    ) -> None:
         self.name = name
-        self.core = core
+        self.eras = eras
+        self.core = core = eras[-1][1]
         self.records = records
         self.emitted: Mapping[int, list[tuple[int, Envelope[Any]]]] = log.emitted.get(name, {})
         self._log = log
@@ -113,12 +119,19 @@ class Track:
             return self._whole.input(record)
         return Delivered(found.ref, envelope, found.deliveries)
 
+    def core_of(self, seq: int) -> Core[Any]:
+        """The core that took the input with this sequence number."""
+        for until, core in self.eras[:-1]:
+            if until is not None and seq <= until:
+                return core
+        return self.core
+
     def steps(self, start: int = 0, state: Any = None) -> Iterator[tuple[Record, Any, Any, Sequence[Any]]]:
         """(record, its input, the state after it, the commands) of each step after number `start`, from `state`."""
-        step, state = self.core.step, self.core.initial() if state is None else state
+        state = self.core.initial() if state is None else state
         for record in self.records[start:]:
             found = self.input(record)
-            state, commands = step(state, found, record.now)
+            state, commands = self.core_of(record.seq).step(state, found, record.now)
             yield record, found, state, commands
 
     def count_at(self, place: Place) -> int:
@@ -144,20 +157,22 @@ class Track:
         """The core's state at `place`."""
         count, state = self.count_at(place), self.core.initial()
         for record, found in ((record, self.input(record)) for record in self.records[:count]):
-            state = self.core.step(state, found, record.now)[0]
+            state = self.core_of(record.seq).step(state, found, record.now)[0]
         return state
 
 
 class Recorded:
-    """A run to be replayed: its log and the tracks of its actors."""
+    """A run to be replayed: its log and its actors' tracks. `past`: the settings of earlier eras, oldest first."""
 
-    def __init__(self, config: RunConfig, log: Log, records: Mapping[str, Sequence[Record]]) -> None:
+    def __init__(
+        self, config: RunConfig, log: Log, records: Mapping[str, Sequence[Record]], past: Sequence[Era] = ()
+    ) -> None:
         self.config = config
         self.log = log
         self.tracks: dict[str, Track] = {}
         for name, found in records.items():
             _check_whole(name, found)
-            self.tracks[name] = Track(name, core_of(config, name), found, log)
+            self.tracks[name] = Track(name, eras_of(name, config, past), found, log)
 
     @classmethod
     def read(cls, run: RunDir, config: RunConfig, actor: str | None = None) -> Recorded:
@@ -168,7 +183,13 @@ class Recorded:
             known = ", ".join(journals.actors(run))
             what = "journals" if actor is None else f"journal of {actor!r}"
             raise PipelineError(f"{run.path} holds no {what}; it has those of {known or 'nobody'}", Exit.USAGE)
-        return cls(config, log, {name: records[name] for name in sorted(records, key=_order)})
+        return cls(config, log, {name: records[name] for name in sorted(records, key=_order)}, run.info().eras)
+
+
+def eras_of(name: str, config: RunConfig, past: Sequence[Era]) -> list[tuple[int | None, Core[Any]]]:
+    """(last sequence number, core) of an actor for each set of settings that the run has had."""
+    before = [(era.seqs.get(name, 0), core_of(msgspec.convert(era.config, RunConfig), name)) for era in past]
+    return [*before, (None, core_of(config, name))]
 
 
 def _order(name: str) -> tuple[int, str]:

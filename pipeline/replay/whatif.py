@@ -78,7 +78,7 @@ class _Branch:
         first = min(left_out)
         state, now = self._track.core.initial(), 0.0
         for record, input in inputs[:first]:
-            state, _ = self._track.core.step(state, input, record.now)
+            state, _ = self._track.core_of(record.seq).step(state, input, record.now)
             now = record.now
         late = [] if delay_s is None else [(inputs[n][0].now + delay_s, inputs[n][1]) for n in sorted(left_out)]
         for n, (record, input) in enumerate(inputs[first:], first):
@@ -125,7 +125,8 @@ class _Branch:
         return True
 
     def _step(self, state: Any, input: Any, now: float, record: Record | None) -> Any:
-        state, commands = self._track.core.step(state, input, now)
+        core = self._track.core if record is None else self._track.core_of(record.seq)
+        state, commands = core.step(state, input, now)
         if record is None:
             if commands:
                 self.changes.append(Change(now=now, input=describe(input), missing=(), new=tuple(map(say, commands))))

@@ -23,8 +23,10 @@ from pipeline.errors import PipelineError
 from pipeline.moments import Moment
 from pipeline.replay import journals
 from pipeline.rundir import RunDir
+from pipeline.why.diagnosis import diagnose
+from pipeline.why.look import FLOOR_S
 from pipeline.why.model import Model
-from pipeline.why.result import Evidence, StoreFacts
+from pipeline.why.result import Diagnosis, Evidence, StoreFacts
 
 PAGE = 2000
 CONNECT_S = 2.0
@@ -107,6 +109,45 @@ def gather(run: RunDir, config: RunConfig, until: Moment | None = None, *, look:
     return Case(follower.model, config, now, evidence, live=live)
 
 
+def explain(
+    run: RunDir, config: RunConfig, until: Moment | None = None, now: Moment | None = None, floor_s: float = FLOOR_S
+) -> tuple[Case, Diagnosis]:
+    """`gather` and `diagnose`; actors are looked into only if the run is stuck, for that may take longer.
+
+    `now` stands in for the moment of the case. Raises `PipelineError` as they do.
+    """
+    case = gather(run, config, until, look=False)
+    if now is not None:
+        case = msgspec.structs.replace(case, now=now.time(case.model.started_at or case.now))
+    found = diagnose(case.model, config, case.now, case.evidence, floor_s)
+    if not found.stuck or until is not None or case.stopped:
+        return case, found
+    seen = asyncio.run(_look_live(run, config)) if case.live else _look_into(run, config)
+    evidence = msgspec.structs.replace(case.evidence, states=seen.states, heard=seen.heard)
+    case = msgspec.structs.replace(case, evidence=evidence)
+    return case, diagnose(case.model, config, case.now, evidence, floor_s)
+
+
+async def _look_live(run: RunDir, config: RunConfig) -> Evidence:
+    """The states of a live run's actors; nothing if the store does not answer."""
+    from pipeline.bus import Bus, BusError
+
+    try:
+        bus = await Bus.connect(_url(run), run.info().run, actor="why", connect_s=CONNECT_S, outage_s=CONNECT_S)
+    except BusError:
+        return Evidence()
+    try:
+        return Evidence(states=await _states(bus, config))
+    except BusError:
+        return Evidence()
+    finally:
+        await bus.close()
+
+
+def _url(run: RunDir) -> str:
+    return os.environ.get("REDIS_URL") or run.info().redis_url or ""
+
+
 def _end(run: RunDir, follower: Follower, until: Moment | None) -> float:
     """The last moment of which an archive tells."""
     last = follower.model.last_at
@@ -137,10 +178,8 @@ async def _ask_store(run: RunDir, config: RunConfig, follower: Follower, *, look
     """Fold what the archive does not hold yet, and ask the store for itself and for the actors' states."""
     from pipeline.bus import Bus, BusError
 
-    info = run.info()
-    url = os.environ.get("REDIS_URL") or info.redis_url or ""
     try:
-        bus = await Bus.connect(url, info.run, actor="why", connect_s=CONNECT_S, outage_s=CONNECT_S)
+        bus = await Bus.connect(_url(run), run.info().run, actor="why", connect_s=CONNECT_S, outage_s=CONNECT_S)
     except BusError as error:
         return Evidence(store=StoreFacts(error=str(error)))
     try:

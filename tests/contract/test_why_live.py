@@ -94,6 +94,13 @@ def test_a_live_run_is_explained_from_the_store(live: RunDir):
     assert "oldest episode" in found.cause.text, "the gateway's state was not folded from its journal"
 
 
+def test_a_stuck_live_run_is_looked_into(live: RunDir):
+    case, found = load.explain(live, PATIENT)
+    assert found.cause is not None
+    assert (found.cause.code, case.live) == ("drain_tail", True)
+    assert "oldest episode" in found.cause.text
+
+
 def test_a_live_run_whose_store_is_gone_says_so(live: RunDir):
     live.update(redis_url="redis://127.0.0.1:1/0")
     case = load.gather(live, PATIENT)

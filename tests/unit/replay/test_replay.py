@@ -21,7 +21,7 @@ from pipeline.replay.check import check
 from pipeline.replay.recorded import Log, Place, Recorded
 from pipeline.replay.states import differences, outline, plain
 from pipeline.replay.whatif import what_if
-from pipeline.rundir import RunDir
+from pipeline.rundir import Era, RunDir
 from tests.stalls.scene import BASE, Scene
 
 
@@ -179,6 +179,17 @@ def test_a_journal_with_a_gap_is_refused(recorded: Recorded):
     records = {"refit": [*recorded.tracks["refit"].records[:3], *recorded.tracks["refit"].records[4:]]}
     with pytest.raises(PipelineError, match="lacks record 4"):
         Recorded(BASE, recorded.log, records)
+
+
+def test_each_era_of_settings_is_checked_with_its_own_cores(recorded: Recorded):
+    records = {name: track.records for name, track in recorded.tracks.items()}
+    changed = replace(BASE, buffer=replace(BASE.buffer, max_staleness=2))
+    assert {each.actor for each in check(Recorded(changed, recorded.log, records)).divergences} == {"buffer"}
+    era = Era(config=msgspec.to_builtins(BASE), seqs={name: len(found) for name, found in records.items()})
+    assert check(Recorded(changed, recorded.log, records, [era])).divergences == ()
+    early = Era(config=msgspec.to_builtins(BASE), seqs=dict.fromkeys(records, 5))
+    (found,) = check(Recorded(changed, recorded.log, records, [early])).divergences
+    assert found.seq > 5
 
 
 # --- what if ---
