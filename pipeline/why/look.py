@@ -178,6 +178,11 @@ def span(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60} min"
 
 
+def counted(count: int, noun: str) -> str:
+    """`1 request`, `3 requests`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def some(items: Iterable[object], most: int = 4) -> str:
     """A few of many, and how many more there are."""
     shown = [str(item) for item in items]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from pipeline.why.facts import Barrier
-from pipeline.why.look import FIRST_S, finding, some, span
+from pipeline.why.look import FIRST_S, counted, finding, some, span
 from pipeline.why.result import Finding, Frontier, Missing
 
 if TYPE_CHECKING:
@@ -146,10 +146,10 @@ class Refits:
         name = calls[0].engine if calls else engines[0] if engines else gates[0]
         mine = [call for call in calls if call.engine == name]
         oldest = min(mine, key=lambda call: call.deadline_at, default=None)
-        self._owes(barrier, name, f"{len(mine) or 'some'} requests in flight")
+        self._owes(barrier, name, f"{counted(len(mine), 'request')} in flight" if mine else "requests in flight")
         text = f"refit epoch {barrier.epoch} waits for {name} to drain since {span(look.age(barrier.since))}"
         if oldest is not None:
-            text += f": {len(mine)} requests in flight, oldest episode {oldest.session}"
+            text += f": {counted(len(mine), 'request')} in flight, oldest episode {oldest.session}"
         policy = f"refit.drain={barrier.drain}"
         return finding("drain_tail", name, f"{text}, {left}", barrier.since, [*told, policy])
 

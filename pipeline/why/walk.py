@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from pipeline.why.facts import Batch, Group
-from pipeline.why.look import FIRST_S, Look, finding, some, span
+from pipeline.why.look import FIRST_S, Look, counted, finding, some, span
 from pipeline.why.refits import Refits
 from pipeline.why.result import Edge, Finding
 
@@ -314,8 +314,8 @@ class Walk:
         if calls:
             engine, count = Counter(call.engine for call in calls).most_common(1)[0]
             self.follow(waiter, "gateway", state, since)
-            self.follow("gateway", engine, f"{count} requests run there", since)
-            text = f"{engine} has {count} requests in flight and no sample has ended for {quiet}"
+            self.follow("gateway", engine, f"{counted(count, 'request')} there", since)
+            text = f"{engine} has {counted(count, 'request')} in flight and no sample has ended for {quiet}"
             return finding("engine_hangs", engine, text, since, [f"sessions {some(call.session for call in calls)}"])
         self.follow(waiter, "environment", state, since)
         if running:
