@@ -223,7 +223,8 @@ def test_a_drain_that_comes_a_little_later_only_delays_the_transfer(recorded: Re
     original = next(
         e for _, e in recorded.log.events if isinstance(e.body, TransferStarted) and e.body.epoch == request.body.epoch
     )
-    assert started[0].now - original.wall_ns / 1e9 == pytest.approx(5.0, abs=0.5)
+    assert started[0].now - drained.wall_ns / 1e9 == pytest.approx(5.0, abs=0.1)
+    assert started[0].now > original.wall_ns / 1e9
 
 
 def test_dropping_what_nobody_took_is_refused(recorded: Recorded):
