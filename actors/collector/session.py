@@ -146,15 +146,16 @@ class RolloutSession:
 
     async def chat(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None) -> Completion:
         """One turn from chat messages, through the model's chat template."""
-        plan = self._episode.plan(messages, tools)
+        restored = self._episode.restored(messages)
+        plan = self._episode.plan(restored, tools)
         if plan.repeat:
             asked: dict[str, Any] = {"input_ids": [], "prefix_ids": plan.prefix}
         else:
-            asked = {"messages": messages, "prefix_ids": plan.prefix, "carried": plan.carried, "tools": tools}
+            asked = {"messages": restored, "prefix_ids": plan.prefix, "carried": plan.carried, "tools": tools}
         answer = await self._ask(**asked)
         sample = answer.samples[0]
         parsed = sample.parsed or parse(sample.text, names_of(tools))
-        self._episode.add(plan, messages, tools, answer.prompt_ids, sample, parsed)
+        self._episode.add(plan, restored, tools, answer.prompt_ids, sample, parsed)
         return _completion(answer, parsed)
 
     async def endpoint(self) -> Endpoint:

@@ -22,7 +22,7 @@ from contracts.core import Clock
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """What an agent asks for, whatever API it speaks. None leaves a parameter to the episode."""
 
-    messages: list[dict[str, Any]]
+    messages: Sequence[Mapping[str, Any]]
     tools: list[dict[str, Any]] | None = None
     template: dict[str, Any] | None = None
     temperature: float | None = None
@@ -113,6 +113,7 @@ class Chat:
                 f"{sampling.temperature:g}, which the trainer counts on; leave it out"
             )
         episode = held.episode
+        ask = msgspec.structs.replace(ask, messages=episode.restored(ask.messages))
         plan = episode.plan(ask.messages, ask.tools)
         prompt = await self._prompt(ask, plan)
         turn = episode.served + 1

@@ -67,8 +67,18 @@ class Episode:
         self._messages: list[dict[str, Any]] = []
         self._tools: Any = None
 
+    def restored(self, messages: Sequence[Message]) -> list[Message]:
+        """The conversation with the policy's empty answers, which some agents leave out of their history."""
+        found = list(messages)
+        last = self.turns[-1].sequence if self.turns else 0
+        for turn in self.turns:
+            silent = turn.sequence == last and not turn.answer.content.strip() and not turn.answer.tool_calls
+            if silent and turn.messages < len(found) and found[turn.messages].get("role") != "assistant":
+                found.insert(turn.messages, {"role": "assistant", "content": ""})
+        return found
+
     def plan(self, messages: Sequence[Message], tools: Any = None) -> Plan:
-        """How to prompt for these messages. Raises `NoncontiguousProblem` under `error`, else `DataProblem`."""
+        """How to prompt for messages that are `restored`. Raises `NoncontiguousProblem`, `DataProblem`."""
         given = [canonical(message) for message in messages]
         if not self.turns:
             return Plan()

@@ -288,6 +288,19 @@ async def test_every_way_to_leave_an_episode_is_named(front: Front, messages: An
     assert what in diverged["what"]
 
 
+async def test_an_empty_answer_that_an_agent_leaves_out_is_still_a_turn_of_the_episode(front: Front, policy: Policy):
+    policy.say = lambda _: ""
+    await front.open("e")
+    await front.chat("e", HI)
+    await front.chat("e", [*HI, *HI])
+    await front.chat("e", [*HI, *HI, *HI])
+    await front.chat("e", [*HI, {"role": "assistant", "content": ""}, *HI, *HI, *HI])
+    record = await front.finish("e")
+    assert (len(record["turns"]), record["diverged"]) == (4, None)
+    text = policy.tokens._tokenizer.decode(policy.jobs[2].prompt_ids, skip_special_tokens=False)
+    assert text.count("<|im_start|>assistant\n<|im_end|>\n<|im_start|>user") == 2
+
+
 async def test_other_tools_and_a_shorter_conversation_leave_the_episode(front: Front):
     await front.open("e", noncontiguous="truncate")
     await front.chat("e", ON, tools=TOOLS)
