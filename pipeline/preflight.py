@@ -47,10 +47,16 @@ def _absolute_args(config: RunConfig, base: Path) -> dict[str, Any]:
         args["python"] = str(base / Path(args.get("python", DEFAULT_GYM)).expanduser())
     for field in ("data", "eval_data"):
         if isinstance(args.get(field), list):
-            paths = [base / Path(str(name)).expanduser() for name in args[field]]
-            given = zip(paths, args[field], strict=True)
-            args[field] = [str(path) if path.is_file() else name for path, name in given]
+            args[field] = [_absolute_file(entry, base) for entry in args[field]]
     return args
+
+
+def _absolute_file(entry: Any, base: Path) -> Any:
+    """A file, or `{path: FILE, ...}`, absolute if there is such a file here."""
+    if isinstance(entry, dict):
+        return {**entry, "path": _absolute_file(entry.get("path"), base)}
+    path = base / Path(str(entry)).expanduser()
+    return str(path) if path.is_file() else entry
 
 
 def check(config: RunConfig) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 from actors.environments.nemo_gym.head import Gym, GymError
@@ -18,8 +18,8 @@ class NemoGym:
     """Drives a NeMo-Gym over HTTP, one that runs already at `head`, or one that it starts itself (`start`).
 
     `data` are JSONL files of Gym's, paths of this machine or of the installation below `python`. Rows name their agent
-    (`agent_ref`), or `agent` does. `eval_data` are the rows for evaluation; without it `held_out_every=k` keeps one row
-    in k for that.
+    (`agent_ref`), or their file does (`{path: ..., agent: ...}`), or `agent`. `eval_data` are the rows for evaluation;
+    without it `held_out_every=k` keeps one row in k for that.
 
     With `start`, `config_paths` and `overrides` go to `ng_run` as they are, `python` is the interpreter of Gym's own
     environment, and the gateway needs a fixed port, since Gym's model server is told it at its start. The config paths
@@ -31,10 +31,10 @@ class NemoGym:
 
     def __init__(
         self,
-        data: Sequence[str],
+        data: Sequence[str | Mapping[str, str]],
         *,
         agent: str | None = None,
-        eval_data: Sequence[str] = (),
+        eval_data: Sequence[str | Mapping[str, str]] = (),
         held_out_every: int | None = None,
         head: str | None = None,
         start: bool = False,
@@ -119,14 +119,17 @@ class NemoGym:
             raise GymError("the producer was not started")
         return await self._gym.run(agent, request(task, agent, endpoint))
 
-    def _files(self, names: Sequence[str], field: str) -> list[Path]:
-        if isinstance(names, str) or not names:
-            raise ValueError(f"{field}={names!r}: a list of JSONL files is due")
+    def _files(self, entries: Sequence[str | Mapping[str, str]], field: str) -> list[tuple[Path, str | None]]:
+        if isinstance(entries, str) or not entries:
+            raise ValueError(f"{field}={entries!r}: a list of JSONL files is due")
         found = []
-        for name in names:
+        for entry in entries:
+            if not isinstance(entry, str) and entry.keys() - {"agent"} != {"path"}:
+                raise ValueError(f"{field}: {entry!r} is neither a file nor {{path: FILE, agent: NAME}}")
+            name, agent = (entry, None) if isinstance(entry, str) else (entry["path"], entry.get("agent"))
             path = Path(name).expanduser()
             inside = None if path.is_file() else package_file(self._python, name)
             if inside is None and not path.is_file():
                 raise ValueError(f"{field}: {name} is neither a file here nor one of NeMo-Gym below {self._python}")
-            found.append(inside or path)
+            found.append((inside or path, agent))
         return found

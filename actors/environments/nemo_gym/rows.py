@@ -21,9 +21,11 @@ class Rows:
     Only where each row begins is kept in memory.
     """
 
-    def __init__(self, files: Sequence[Path]) -> None:
+    def __init__(self, files: Sequence[tuple[Path, str | None]]) -> None:
+        """`files`: path, and the agent of rows in it that name none."""
         self._places: list[tuple[Path, int, int]] = []
-        for file in files:
+        self._agents = dict(files)
+        for file, _ in files:
             before = len(self._places)
             try:
                 with file.open("rb") as lines:
@@ -55,6 +57,9 @@ class Rows:
             raise ValueError(f"{where}: not JSON: {error}") from error
         if not isinstance(row, dict) or not isinstance(row.get("responses_create_params"), dict):
             raise ValueError(f"{where}: a Gym row is an object with responses_create_params")
+        agent = self._agents[file]
+        if agent is not None and not row.get("agent_ref"):
+            row["agent_ref"] = {"type": "responses_api_agents", "name": agent}
         return f"{file.stem}-{number}", row
 
 
@@ -86,7 +91,7 @@ def agent_of(row: dict[str, Any], default: str | None) -> str:
     if isinstance(name, str):
         return name
     if default is None:
-        raise DataError("the row has no agent_ref, and producer.args.agent names none")
+        raise DataError("the row has no agent_ref, and neither its entry in producer.args.data nor agent names one")
     return default
 
 

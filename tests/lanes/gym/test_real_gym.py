@@ -105,7 +105,7 @@ def played(events: list[dict[str, Any]]) -> set[str]:
     found = set()
     for body in bodies(events, "trajectory.finished"):
         row = json.loads(base64.b64decode(rows[body["task"]]))["row"]
-        found.add((row.get("agent_ref") or {}).get("name", "math_with_judge_simple_agent"))
+        found.add(row["agent_ref"]["name"])
     return found
 
 

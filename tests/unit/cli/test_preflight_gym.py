@@ -15,14 +15,19 @@ from pipeline.errors import Exit, PipelineError
 
 def recipe(args: dict[str, Any], port: int = 0) -> Any:
     model = {"source": "random", "params": {"vocabulary": {"texts": ["a"]}}}
-    gym = {"name": "nemo_gym", "args": {"data": ["rows.jsonl", "environments/x.jsonl"], "start": True, **args}}
+    data = ["rows.jsonl", {"path": "rows.jsonl", "agent": "a"}, "environments/x.jsonl"]
+    gym = {"name": "nemo_gym", "args": {"data": data, "start": True, **args}}
     return build({"model": model, "producer": gym, "gateway": {"port": port}})
 
 
 def test_paths_of_a_recipe_hold_for_actors_in_other_directories(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text("{}\n")
     args = preflight.absolute(recipe({}), tmp_path).producer.args
-    assert args["data"] == [str(tmp_path / "rows.jsonl"), "environments/x.jsonl"]
+    assert args["data"] == [
+        str(tmp_path / "rows.jsonl"),
+        {"path": str(tmp_path / "rows.jsonl"), "agent": "a"},
+        "environments/x.jsonl",
+    ]
     assert args["python"] == str(tmp_path / ".venv-gym/bin/python")
     own = preflight.absolute(recipe({"python": "/opt/gym/bin/python"}), tmp_path).producer.args
     assert own["python"] == "/opt/gym/bin/python"

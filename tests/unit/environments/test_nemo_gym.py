@@ -108,6 +108,14 @@ async def test_every_row_comes_once_a_pass_in_an_order_that_the_seed_decides(tmp
     assert await first(producer, 40, seed=1) != tasks
 
 
+async def test_a_file_may_name_the_agent_of_its_rows(gym: FakeGym, tmp_path: Path):
+    own = {"responses_create_params": {}, "agent_ref": {"name": "own"}}
+    file = write(tmp_path / "a.jsonl", {"responses_create_params": {}}, own)
+    producer = NemoGym([{"path": file, "agent": "filed"}], head=gym.url)
+    tasks = await first(producer, 2)
+    assert {task.payload["row"]["agent_ref"]["name"] for task in tasks} == {"filed", "own"}
+
+
 async def test_held_out_rows_are_never_trained_on(tmp_path: Path):
     data = [write(tmp_path / "a.jsonl", *[{"responses_create_params": {}, "n": n} for n in range(40)])]
     producer = NemoGym(data, head="http://x", held_out_every=4)
@@ -138,6 +146,7 @@ async def test_unusable_rows_are_named_by_file_and_line(tmp_path: Path, text: st
         ({"data": "rows.jsonl", "head": "http://x"}, "a list of JSONL files is due"),
         ({"data": ["nowhere.jsonl"], "head": "http://x"}, "nowhere.jsonl is neither a file here nor one of NeMo-Gym"),
         ({"data": ["a"]}, "either head=URL"),
+        ({"data": [{"file": "a"}], "head": "http://x"}, "is neither a file nor"),
         ({"data": ["a"], "head": "http://x", "start": True}, "either head=URL"),
         ({"data": ["a"], "start": True}, "needs config_paths"),
         ({"data": ["a"], "head": "http://x", "held_out_every": 1}, "held_out_every=1"),
