@@ -23,6 +23,7 @@ from contracts.events import PolicyReady, StepFinished
 from pipeline.bus import Bus
 from pipeline.bus.keys import Keys
 from pipeline.bus.link import Link
+from pipeline.bus.packing import pack
 from pipeline.cores import core_of
 from pipeline.errors import Exit, PipelineError
 from pipeline.rebuild import Eras, NotRebuildable, Plan, plan
@@ -181,7 +182,7 @@ class Recovery:
         keys = self._keys
         await self._link.command("SET", keys.prefix + REBUILDING, 1)
         await self._clear(keys.prefix + REBUILDING)
-        commands: list[Sequence[Any]] = [["SET", keys.payload(key), data] for key, data in payloads.items()]
+        commands: list[Sequence[Any]] = [["SET", keys.payload(key), pack(data)] for key, data in payloads.items()]
         commands += [["XADD", keys.stream(e.stream), e.entry, "e", e.data] for e in wanted.events]
         for stream, held in wanted.work.items():
             key = keys.stream(stream)
@@ -256,7 +257,7 @@ async def recover(
 
     Raises `PipelineError`, and `BusError` when the store can't be reached.
     """
-    link = await Link.open(url, "sluice:recovery", config.broker.outage_s, CONNECT_S)
+    link = await Link.open(url, directory.info().run, "recovery", config.broker.outage_s, CONNECT_S)
     try:
         recovery = Recovery(directory, config, link, note)
         rebuilt = await recovery.run(last)

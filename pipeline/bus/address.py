@@ -12,23 +12,34 @@ from pipeline.bus.errors import BusError
 
 FORMS = (
     "redis://user:password@host:6379/0, rediss://host:6379/0?ca=ca.pem&cert=client.pem&key=client.key, "
-    "unix:///path/to/redis.sock?db=0 or redis+sentinel://host:26379,host:26379/master?db=0"
+    "unix:///path/to/redis.sock?db=0, redis+sentinel://host:26379,host:26379/master?db=0 or "
+    "redis+cluster://host:6379,host:6379 (rediss+cluster:// for TLS)"
 )
-_KINDS = {"redis": "tcp", "rediss": "tls", "unix": "unix", "redis+sentinel": "sentinel"}
+_KINDS = {
+    "redis": "tcp",
+    "rediss": "tls",
+    "unix": "unix",
+    "redis+sentinel": "sentinel",
+    "redis+cluster": "cluster",
+    "rediss+cluster": "cluster",
+}
+_TLS = {"ca", "cert", "key"}
 _OPTIONS = {
     "tcp": {"db"},
-    "tls": {"db", "ca", "cert", "key"},
+    "tls": {"db"},
     "unix": {"db"},
     "sentinel": {"db", "sentinel_user", "sentinel_password"},
+    "cluster": set(),
 }
 
 
 class Address(msgspec.Struct, frozen=True, kw_only=True):
     """A parsed REDIS_URL. `str()` shows it without passwords."""
 
-    kind: Literal["tcp", "tls", "unix", "sentinel"]
+    kind: Literal["tcp", "tls", "unix", "sentinel", "cluster"]
     text: str
     """The URL without passwords."""
+    tls: bool = False
     hosts: tuple[tuple[str, int], ...] = ()
     path: str = ""
     master: str = ""
@@ -66,9 +77,11 @@ def _parse(url: str) -> Address:
     userinfo, _, location = parts.netloc.rpartition("@")
     username, _, password = userinfo.partition(":")
     options = dict(parse_qsl(parts.query, keep_blank_values=True))
-    unknown = sorted(options.keys() - _OPTIONS[kind])
+    tls = scheme.startswith("rediss")
+    allowed = _OPTIONS[kind] | (_TLS if tls else set())
+    unknown = sorted(options.keys() - allowed)
     if unknown:
-        raise ValueError(f"unknown option {unknown[0]!r}; known are {', '.join(sorted(_OPTIONS[kind]))}")
+        raise ValueError(f"unknown option {unknown[0]!r}; known are {', '.join(sorted(allowed)) or 'none'}")
     path = unquote(parts.path)
     fields: dict[str, Any] = {}
     if kind == "unix":
@@ -81,13 +94,17 @@ def _parse(url: str) -> Address:
             fields["master"] = path.removeprefix("/")
             if not fields["master"]:
                 raise ValueError("the name of the master is missing after the last slash")
+        elif kind == "cluster":
+            if path not in ("", "/"):
+                raise ValueError("a cluster has no databases and no master's name: nothing may follow the hosts")
         elif len(fields["hosts"]) > 1:
-            raise ValueError("several hosts are for redis+sentinel:// only")
+            raise ValueError("several hosts are for redis+sentinel:// and redis+cluster:// only")
         elif path not in ("", "/"):
             options.setdefault("db", path.removeprefix("/"))
     return Address(
         kind=kind,
         text=redact(url),
+        tls=tls,
         db=_number("database", options.pop("db", "0")),
         username=unquote(username) or None,
         password=unquote(password) or None,

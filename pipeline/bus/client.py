@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
-import zstandard
 
 from contracts.core import Entry
 from pipeline.bus import scripts
@@ -24,6 +23,7 @@ from pipeline.bus.letters import DeadLetters
 from pipeline.bus.link import Link
 from pipeline.bus.lua import Key
 from pipeline.bus.model import Claimed, Commit, Committed, Depth, Lease, Limits, Trimmed, WorkEntry
+from pipeline.bus.packing import pack, unpack
 from pipeline.bus.reading import Reader
 
 DEFAULT_LIMITS = Limits()
@@ -51,8 +51,6 @@ class Bus:
         self._link = link
         self._reader = Reader(link, self.keys, actor)
         self.dead = DeadLetters(link, self.keys)
-        self._squeeze = zstandard.ZstdCompressor(level=1).compress
-        self._expand = zstandard.ZstdDecompressor().decompress
 
     @classmethod
     async def connect(
@@ -70,7 +68,7 @@ class Bus:
         Raises BusError naming REDIS_URL without its password, the cause and the fix: a malformed URL, a refused login,
         a server older than 7.0 or one that evicts keys; BusUnavailable if it didn't answer within `connect_s`.
         """
-        return cls(await Link.open(url, f"sluice:{run}:{actor}", outage_s, connect_s), run, actor, limits)
+        return cls(await Link.open(url, run, actor, outage_s, connect_s), run, actor, limits)
 
     async def close(self) -> None:
         await self._link.close()
@@ -125,7 +123,7 @@ class Bus:
             leases=[self._lease(lease) for lease in commit.leases],
             acks=[self._lease(lease) for lease in commit.acks],
             raises=commit.registers,
-            payloads=[(Key(keys.payload(id)), self._squeeze(data)) for id, data in commit.payloads],
+            payloads=[(Key(keys.payload(id)), pack(data)) for id, data in commit.payloads],
             adds=[(Key(keys.stream(stream)), data) for stream, data in commit.adds],
             positions=[(position.stream, position.entry) for position in commit.cursors],
             records=commit.journal,
@@ -278,10 +276,7 @@ class Bus:
             for id, value in zip(part, values, strict=True):
                 if value is None:
                     raise PayloadMissing(id)
-                try:
-                    found.append(self._expand(value))
-                except zstandard.ZstdError as error:
-                    raise BusError(f"payload {id} is damaged in the store: {error}") from error
+                found.append(unpack(id, value))
         return found
 
     async def register(self, name: str) -> int:

@@ -15,18 +15,21 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.exceptions import (
+    AskError,
     AuthenticationError,
     AuthorizationError,
+    ClusterDownError,
     MasterDownError,
     NoScriptError,
     ReadOnlyError,
     RedisError,
+    TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 from redis.utils import HIREDIS_AVAILABLE
 
-from pipeline.bus import address
+from pipeline.bus import address, cluster
 from pipeline.bus.address import Address
 from pipeline.bus.errors import BusError, BusUnavailable
 from pipeline.bus.lua import Call
@@ -39,12 +42,21 @@ REPLY_S = 15.0
 CONNECTIONS = 32
 """Commands in flight at once, blocking reads apart; more wait for their turn."""
 MIN_VERSION = (7, 0)
-_TRANSIENT = (RedisConnectionError, RedisTimeoutError, ReadOnlyError, MasterDownError)
+_TRANSIENT = (
+    RedisConnectionError,
+    RedisTimeoutError,
+    ReadOnlyError,
+    MasterDownError,
+    AskError,
+    TryAgainError,
+    ClusterDownError,
+)
 _FIXES = {
     "permissions": "give the user of REDIS_URL the rights `~sluice:* +@all -@dangerous +info`",
     "used memory > 'maxmemory'": "raise the store's maxmemory, or let fewer rollouts wait (buffer.groups)",
     "NOGROUP": "the stream or its group is gone, so the store was emptied under the run: start a new run",
     "WRONGTYPE": "something else uses this run's keys: choose another run name or database",
+    "cluster support disabled": "it is a single server: write redis:// or rediss://",
     "MISCONF": "the store can't write its files: see its log",
 }
 """What an error's text says -> what helps."""
@@ -65,14 +77,14 @@ class Link:
         self._log = structlog.get_logger().bind(store=str(address))
 
     @classmethod
-    async def open(cls, url: str, name: str, outage_s: float, connect_s: float) -> Link:
+    async def open(cls, url: str, run: str, actor: str, outage_s: float, connect_s: float) -> Link:
         """Connect and check the server. Raises BusError, or BusUnavailable if it didn't answer within `connect_s`."""
         if not HIREDIS_AVAILABLE:
             raise BusError("the package hiredis is missing: pip install 'redis[hiredis]'")
         parsed = address.parse(url)
-        link = cls(client(parsed, name), parsed, connect_s)
+        link = cls(client(parsed, run, actor), parsed, connect_s)
         try:
-            link.server = check(await link.command("INFO"), str(parsed))
+            link.server = check(await link.command("INFO"), str(parsed), cluster=parsed.kind == "cluster")
         except BaseException:
             await link.close()
             raise
@@ -164,8 +176,8 @@ class Link:
         )
 
 
-def client(address: Address, name: str) -> aioredis.Redis:
-    """A client whose retries and deadlines are left to `Link`."""
+def client(address: Address, run: str, actor: str) -> aioredis.Redis:
+    """A client whose retries and deadlines are left to `Link`; on a cluster, for the keys of `run` alone."""
     common: dict[str, Any] = {
         "db": address.db,
         "username": address.username,
@@ -174,7 +186,7 @@ def client(address: Address, name: str) -> aioredis.Redis:
         "socket_timeout": None,
         "socket_connect_timeout": 5.0,
         "retry": Retry(NoBackoff(), 0),
-        "client_name": name,
+        "client_name": f"sluice:{run}:{actor}",
         "max_connections": 1 << 20,
     }
     if address.kind == "unix":
@@ -189,23 +201,25 @@ def client(address: Address, name: str) -> aioredis.Redis:
             "socket_timeout": 5.0,
         }
         return Sentinel(list(address.hosts), sentinel_kwargs=login).master_for(address.master, **common)
-    ((host, port),) = address.hosts
-    common |= {"host": host, "port": port}
-    if address.kind == "tls":
+    if address.tls:
         names = {"ca": "ssl_ca_certs", "cert": "ssl_certfile", "key": "ssl_keyfile"}
         common |= {names[option]: value for option, value in address.options.items()}
         common["connection_class"] = SSLConnection
+    if address.kind == "cluster":
+        common |= cluster.routing(address, run)
+    else:
+        ((common["host"], common["port"]),) = address.hosts
     return aioredis.Redis.from_pool(ConnectionPool(**common))
 
 
 async def probe(url: str, connect_s: float) -> str:
     """Name and version of the server at `url`, such as "valkey 8.1.3". Raises as `Bus.connect` does."""
-    link = await Link.open(url, "sluice:probe", connect_s, connect_s)
+    link = await Link.open(url, "probe", "probe", connect_s, connect_s)
     await link.close()
     return link.server
 
 
-def check(info: bytes, where: str) -> str:
+def check(info: bytes, where: str, *, cluster: bool = False) -> str:
     """Name and version of the server that sent this reply to INFO.
 
     Raises BusError if a run can't be trusted to it: a version below 7.0, or a policy that evicts the run's keys.
@@ -217,6 +231,8 @@ def check(info: bytes, where: str) -> str:
     if (major, minor) < MIN_VERSION:
         fix = "use Redis >= 7.0 or Valkey, or unset REDIS_URL for an embedded server"
         raise BusError(f"REDIS_URL={where}: the server is version {version}: {fix}")
+    if facts.get("cluster_enabled") == "1" and not cluster:
+        raise BusError(f"REDIS_URL={where}: the server is a node of a cluster: write redis+cluster://host:port")
     policy = facts.get("maxmemory_policy", "noeviction")
     if policy.startswith("allkeys") and facts.get("maxmemory", "0") != "0":
         raise BusError(f"REDIS_URL={where}: maxmemory-policy {policy} would delete the run's keys: set noeviction")

@@ -17,6 +17,7 @@ from typing import Any
 import hiredis
 import pytest
 import redis.asyncio as aioredis
+from redis.crc import key_slot
 
 from config.schema import BrokerConfig
 from pipeline.broker import Broker, choose
@@ -56,7 +57,7 @@ class Opening:
 async def store(broker: Broker) -> AsyncIterator[Store]:
     run = f"test{next(_runs)}"
     opening = Opening(broker.url, run)
-    raw = link.client(address.parse(broker.url), "test")
+    raw = link.client(address.parse(broker.url), run, "test")
     raw.response_callbacks.clear()
     yield Store(opening, raw, Keys(run).prefix)
     await opening.close()
@@ -386,3 +387,69 @@ async def test_sentinels_name_the_master(tmp_path: Path) -> None:
             await usable(f"redis+sentinel://127.0.0.1:{port},127.0.0.1:{await free_port()}/mine")
             with pytest.raises(BusUnavailable, match="No master found for 'other'"):
                 await usable(f"redis+sentinel://127.0.0.1:{port}/other", connect_s=0.3)
+
+
+async def test_a_run_on_a_cluster_follows_its_slot(tmp_path: Path) -> None:
+    lines = ("cluster-enabled yes", "cluster-node-timeout 2000", "appendonly no", 'save ""')
+    async with server(tmp_path / "one", *lines) as one, server(tmp_path / "two", *lines) as two:
+        nodes = [aioredis.Redis(port=port, protocol=2) for port in (one, two)]
+        for node in nodes:
+            node.response_callbacks.clear()
+        ids = [(await _answer(node, "CLUSTER", "MYID")).decode() for node in nodes]
+        slot = key_slot(b"run")
+        await nodes[0].execute_command("CLUSTER", "ADDSLOTSRANGE", 0, 16383)
+        await nodes[1].execute_command("CLUSTER", "MEET", "127.0.0.1", one)
+        for node in nodes:
+            await _until(node, "CLUSTER", "INFO", holds=b"cluster_state:ok")
+            await _until(node, "CLUSTER", "INFO", holds=b"cluster_known_nodes:2")
+        url = f"redis+cluster://127.0.0.1:{await free_port()},127.0.0.1:{two}"
+        bus = await Bus.connect(url, "run", actor="a")
+        boot, _ = await bus.boot()
+        await bus.commit(step(boot, 0, adds=[("out", b"before")], payloads=[("p", b"x")]))
+        reading = asyncio.create_task(bus.read_after({"news": START}, block_ms=20_000, count=9))
+        await _move(nodes, ids, slot, two)
+        await bus.commit(step(boot, 1, adds=[("out", b"after")], releases=["p"]))
+        found = await bus.read_after({"out": START}, block_ms=None, count=9)
+        assert [entry.data for entry in found] == [b"before", b"after"]
+        assert await nodes[1].execute_command("CLUSTER", "COUNTKEYSINSLOT", slot) > 5
+        await bus.post("news", b"x")
+        assert [entry.data for entry in await reading] == [b"x"]
+        await bus.close()
+        with pytest.raises(BusError, match=r"node of a cluster: write redis\+cluster://"):
+            await usable(f"redis://127.0.0.1:{two}")
+        for node in nodes:
+            await node.aclose()
+
+
+async def test_a_single_server_is_no_cluster(tmp_path: Path) -> None:
+    async with server(tmp_path) as port:
+        with pytest.raises(BusError, match="it is a single server: write redis://"):
+            await usable(f"redis+cluster://127.0.0.1:{port}")
+
+
+async def _answer(node: aioredis.Redis, *words: Any) -> Any:
+    """The answer of a server that may still be starting."""
+    for _ in range(200):
+        try:
+            return await node.execute_command(*words)
+        except aioredis.ConnectionError:
+            await asyncio.sleep(0.05)
+    raise AssertionError(f"no answer to {words}")
+
+
+async def _until(node: aioredis.Redis, *words: Any, holds: bytes) -> None:
+    for _ in range(600):
+        if holds in await node.execute_command(*words):
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"{words} never held {holds}")
+
+
+async def _move(nodes: list[aioredis.Redis], ids: list[str], slot: int, target: int) -> None:
+    """Move a slot and its keys from the first node to the second, as an operator does."""
+    await nodes[1].execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[0])
+    await nodes[0].execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[1])
+    while keys := await nodes[0].execute_command("CLUSTER", "GETKEYSINSLOT", slot, 100):
+        await nodes[0].execute_command("MIGRATE", "127.0.0.1", target, "", 0, 5000, "KEYS", *keys)
+    for node in reversed(nodes):
+        await node.execute_command("CLUSTER", "SETSLOT", slot, "NODE", ids[1])

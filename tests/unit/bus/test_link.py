@@ -31,6 +31,13 @@ def test_an_old_server_is_refused(version: bytes) -> None:
         link.check(b"redis_version:" + version, "where")
 
 
+def test_a_node_of_a_cluster_is_refused_as_a_single_server() -> None:
+    info = b"redis_version:7.2.4\r\ncluster_enabled:1\r\n"
+    with pytest.raises(BusError, match=r"a node of a cluster: write redis\+cluster://"):
+        link.check(info, "where")
+    assert link.check(info, "where", cluster=True) == "redis 7.2.4"
+
+
 def test_a_server_that_names_no_version_is_refused() -> None:
     with pytest.raises(BusError, match="version 0"):
         link.check(b"", "where")
