@@ -529,6 +529,8 @@ async def test_trimming_stops_at_the_floor_and_at_every_reader(store: Store) -> 
     assert (trimmed.removed, trimmed.first) == (2, tasks[3])
     await bus.commit(step(boot, 1, acks=[Lease("tasks", GROUP, tasks[n]) for n in (3, 5)]))
     assert (await bus.trim("tasks", "9999999999999")).first == tasks[5]
+    await store.command("XREADGROUP", "GROUP", "slow", "s", "COUNT", 5, "STREAMS", "{tasks}", ">")
+    assert (await bus.trim("tasks", "9999999999999")).first == tasks[5], "one reader has acked it, another holds it"
 
 
 async def test_trimming_keeps_what_lies_behind_a_stored_cursor(store: Store) -> None:
