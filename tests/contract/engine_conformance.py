@@ -564,9 +564,9 @@ def test_a_trainer_that_leaves_in_mid_update_costs_400_and_the_engine_recovers(
 
 def test_an_update_waits_for_running_requests_when_not_paused(engine: Client, other: dict[str, torch.Tensor]) -> None:
     """Without a flush: a real server that is asked for one in the moment in which a request ends may die of it."""
-    want = engine.generate(sampling_params={"temperature": 0, "max_new_tokens": 600, "ignore_eos": True})
+    want = engine.generate(sampling_params={"temperature": 0, "max_new_tokens": 300, "ignore_eos": True})
     with training(engine) as trainer:
-        running = engine.running(rid(), max_new_tokens=600)
+        running = engine.running(rid(), max_new_tokens=300)
         assert trainer.send(other, load_format="flattened_bucket", flush_cache=False)[0] == 200
         assert running.end()["output_ids"] == want["output_ids"]
     assert engine.post("/flush_cache?timeout=10")[0] == 200
