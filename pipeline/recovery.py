@@ -12,7 +12,7 @@ import msgspec
 
 from actors import registry
 from actors.recorder import archive
-from actors.recorder.actor import PAYLOADS, Payload
+from actors.recorder.actor import KEPT, PAYLOADS, Payload
 from actors.recorder.ordering import number
 from actors.refit.actor import HIGH, read_high
 from actors.trainer import checkpoint
@@ -176,6 +176,7 @@ class Recovery:
         archive.cut(self._directory / "payloads", {PAYLOADS: wanted.cut})
         archive.cut(self._directory / "journals", seqs)
         cut_metrics(self._directory / "metrics.jsonl", wanted.version)
+        (self._directory / KEPT).unlink(missing_ok=True)
 
     async def _fill(self, wanted: Plan, payloads: Mapping[str, bytes]) -> None:
         """Replace everything under the run's keys. Boots go beyond all that were used: who still lives is fenced."""

@@ -12,8 +12,8 @@ import msgspec
 from actors import registry
 from actors.recorder.archive import ArchiveBusy, Writer, read
 from actors.recorder.core import OWN_JOURNAL, Appended, Flush, Flushed, Follow, RecorderCore, Recovered, Trim
-from actors.recorder.metrics import Steps, Table, TensorBoard
-from actors.recorder.ordering import START, advance, settled
+from actors.recorder.metrics import Memory, Steps, Table, TensorBoard
+from actors.recorder.ordering import START, advance, number, settled
 from config.schema import RunConfig
 from contracts.core import Context, Entry, Fatal, PayloadGone
 from contracts.envelope import STREAMS, ContractError, Envelope, decode
@@ -28,6 +28,18 @@ PREDECESSOR_S = 20.0
 """Longest wait for a fenced recorder to let go of the archive."""
 PAYLOADS = "payload"
 """Stream name of archived payloads; their entry is the id of the `trajectory.finished` that names them."""
+
+
+KEPT = "metrics.state"
+"""File of the run directory: what the metrics remembered when the last segment was closed."""
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """`seen`: stream -> the last entry that was folded into `memory`; `complete`: the log had ended."""
+
+    seen: dict[str, str]
+    memory: Memory
+    complete: bool
 
 
 class Payload(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +59,7 @@ class RecorderShell:
         self._journals = [name for name in (f"journal:{actor}" for actor in names) if name != OWN_JOURNAL]
         self._writers: list[Writer] = []
         self._steps = Steps()
+        self._seen: dict[str, str] = {}
         self._complete = False
         self._table: Table | None = None
         self._board: TensorBoard | None = None
@@ -101,9 +114,31 @@ class RecorderShell:
                 return writer
 
     def _catch_up(self, folder: Path) -> None:
-        """Fold what is archived, so that the metrics go on where they ended."""
-        for entry in read(folder):
-            self._digest(entry)
+        """Fold what was archived since the metrics were kept, so that they go on where they ended."""
+        kept = self._recall(folder.parent / KEPT)
+        behind = {stream: number(entry) for stream, entry in kept.items()}
+        for entry in read(folder, behind=behind):
+            if number(entry.entry) > behind.get(entry.stream, -1):
+                self._digest(entry)
+
+    def _recall(self, path: Path) -> dict[str, str]:
+        """How far the kept metrics reach; nothing if there are none, or they reach beyond this archive."""
+        try:
+            kept = msgspec.msgpack.decode(path.read_bytes(), type=Kept)
+        except (FileNotFoundError, msgspec.DecodeError, msgspec.ValidationError):
+            return {}
+        last = self._events.last
+        if any(number(entry) > number(last.get(stream, START)) for stream, entry in kept.seen.items()):
+            return {}
+        self._steps.recall(kept.memory)
+        self._seen, self._complete = dict(kept.seen), kept.complete
+        return kept.seen
+
+    def _keep(self) -> bytes | None:
+        """The metrics as of the last entry taken into the archive; None while one is folded and not taken yet."""
+        if self._seen != self._events.last:
+            return None
+        return msgspec.msgpack.encode(Kept(dict(self._seen), self._steps.memory(), self._complete))
 
     # --- following ---
 
@@ -138,6 +173,7 @@ class RecorderShell:
 
     def _digest(self, entry: Entry) -> Envelope[Event] | None:
         """Decode an event and fold it into the metrics. One that can't be read is archived all the same."""
+        self._seen[entry.stream] = entry.entry
         try:
             envelope = decode(entry.stream, entry.data)
         except ContractError as error:
@@ -178,12 +214,17 @@ class RecorderShell:
     # --- keeping ---
 
     async def _flush(self, command: Flush) -> Flushed:
-        """Payloads become durable before the events that name them."""
+        """Payloads become durable before the events that name them, and journals before what they emitted."""
         cursors = {**self._events.last, **self._history.last}
+        counts = [(writer, writer.waiting()) for writer in self._writers]
+        kept = self._keep() if command.rotate else None
         now = self._context.clock.now()
 
         def write() -> int:
-            return sum(writer.rotate(now) if command.rotate else writer.flush(now) for writer in self._writers)
+            size = sum(w.rotate(now, n) if command.rotate else w.flush(now, n) for w, n in counts)
+            if kept is not None:
+                self._store(kept)
+            return size
 
         try:
             size = await asyncio.to_thread(write)
@@ -192,6 +233,12 @@ class RecorderShell:
         if self._board is not None:
             self._board.flush()
         return Flushed(cursors, size, command.rotate)
+
+    def _store(self, kept: bytes) -> None:
+        path = Path(self._context.run_dir) / KEPT
+        draft = path.with_name(f".{KEPT}")
+        draft.write_bytes(kept)
+        draft.replace(path)
 
     async def _trim(self, command: Trim) -> None:
         store = self._context.store

@@ -97,13 +97,21 @@ class Writer:
         self._pending.append(Entry(stream, entry, data))
         return True
 
-    def flush(self, now: float) -> int:
-        """Write what was taken as one frame and make it durable; answers its bytes. Safe beside `append`."""
-        with self._writing:
-            return self._write(now)
+    def waiting(self) -> int:
+        """How many records are in memory."""
+        return len(self._pending)
 
-    def _write(self, now: float) -> int:
-        pending, self._pending = self._pending, []
+    def flush(self, now: float, count: int | None = None) -> int:
+        """Write what was taken, or its first `count`, as one frame and make it durable; answers its bytes.
+
+        Safe beside `append`.
+        """
+        with self._writing:
+            return self._write(now, count)
+
+    def _write(self, now: float, count: int | None) -> int:
+        pending = self._pending[:count]
+        del self._pending[: len(pending)]
         if not pending:
             return 0
         if self._file is None:
@@ -117,10 +125,10 @@ class Writer:
         _count(self._spans, pending)
         return len(frame)
 
-    def rotate(self, now: float) -> int:
+    def rotate(self, now: float, count: int | None = None) -> int:
         """Flush and close the segment; the next flush begins another. Answers the bytes flushed."""
         with self._writing:
-            size = self._write(now)
+            size = self._write(now, count)
             if self._file is not None:
                 os.close(self._file)
                 self._file = None

@@ -150,6 +150,19 @@ def _refit(refit: Refit | None) -> dict[str, float | int | None]:
     }
 
 
+class Memory(msgspec.Struct, frozen=True):
+    """What `Steps` remembers, to be kept in a file."""
+
+    batches: dict[int, Batch]
+    depth: events.BufferDepth | None
+    refit: Refit | None
+    eval: float | None
+    generated: int
+    waits: dict[str, float]
+    totals: dict[str, int]
+    last_wall: float | None
+
+
 class Steps:
     """Folds the log; `apply` answers a row when a step is finished."""
 
@@ -164,6 +177,25 @@ class Steps:
         self._waits: dict[str, float] = {}
         self._totals: Counter[str] = Counter()
         self._last_wall: float | None = None
+
+    def memory(self) -> Memory:
+        """Everything that the next rows depend on."""
+        return Memory(
+            dict(self._batches),
+            self._depth,
+            self._refit,
+            self._eval,
+            self._generated,
+            dict(self._waits),
+            dict(self._totals),
+            self._last_wall,
+        )
+
+    def recall(self, memory: Memory) -> None:
+        """Go on from there."""
+        self._batches, self._depth, self._refit = dict(memory.batches), memory.depth, memory.refit
+        self._eval, self._generated, self._waits = memory.eval, memory.generated, dict(memory.waits)
+        self._totals, self._last_wall = Counter(memory.totals), memory.last_wall
 
     def apply(self, envelope: Envelope[Event]) -> Row | None:
         """Consume one event, in log order."""

@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from actors.recorder import actor as module
@@ -82,7 +83,7 @@ async def start(log: Any, config: RunConfig = CONFIG) -> RecorderShell:
 
 async def follow(shell: RecorderShell, log: Any) -> None:
     """Follow a log that ends with run.finished."""
-    await asyncio.wait_for(shell.perform(Follow()), 10)
+    await asyncio.wait_for(shell.perform(Follow()), 60)
     assert log.inputs[-1] == Appended(log.inputs[-1].bytes, log.inputs[-1].booted, finished=True)
 
 
@@ -260,3 +261,77 @@ async def test_unknown_commands_and_payloads_are_refused(log: Any) -> None:
         await shell.perform(object())
     with pytest.raises(KeyError):
         shell.payload("x")
+
+
+# --- metrics over restarts ---
+
+
+async def some(log: Any, shell: RecorderShell, first: int, count: int = 3) -> None:
+    """A session that trains `count` steps and ends."""
+    log.add(RunStarted(config_digest="", resumed=first > 0))
+    for number in range(first, first + count):
+        log.add(events.SampleFailed(task="t", index=0, sample=0, attempt=1, samples=4, failure="data", reason="x"))
+        for event in step(number):
+            log.add(event)
+    log.add(RunFinished(reason="interrupted"))
+    await follow(shell, log)
+    await shell.perform(Flush(rotate=True))
+
+
+def rows(log: Any) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(log.run_dir) / "metrics.jsonl").read_text().splitlines()]
+
+
+async def test_a_restart_folds_only_what_came_since_the_metrics_were_kept(
+    log: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shell = await start(log)
+    await some(log, shell, 0)
+    await shell.close()
+    folded: list[str] = []
+    digest = RecorderShell._digest
+    monkeypatch.setattr(RecorderShell, "_digest", lambda self, entry: folded.append(entry.entry) or digest(self, entry))
+    again = await start(log)
+    assert folded == []
+    await some(log, again, 3)
+    await again.close()
+    assert [row["version"] for row in rows(log)] == [1, 2, 3, 4, 5, 6]
+    assert [row["total/failed_samples"] for row in rows(log)] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("harm", ["missing", "torn", "ahead"])
+async def test_metrics_that_are_not_kept_are_folded_from_the_archive(log: Any, harm: str) -> None:
+    shell = await start(log)
+    await some(log, shell, 0)
+    await shell.close()
+    kept = Path(log.run_dir) / module.KEPT
+    if harm == "ahead":
+        state = msgspec.msgpack.decode(kept.read_bytes(), type=module.Kept)
+        ahead = msgspec.structs.replace(state, seen={**state.seen, "policy": "900-0"})
+        kept.write_bytes(msgspec.msgpack.encode(ahead))
+    elif harm == "torn":
+        kept.write_bytes(kept.read_bytes()[:-5])
+    else:
+        kept.unlink()
+    again = await start(log)
+    await some(log, again, 3)
+    await again.close()
+    assert [row["total/failed_samples"] for row in rows(log)] == [1, 2, 3, 4, 5, 6]
+
+
+async def test_what_comes_while_the_archive_is_written_is_not_made_durable_before_its_payload(log: Any) -> None:
+    shell = await start(log)
+    log.blobs["p0"] = b"abc"
+    log.add(trajectory(0))
+    await shell._archive(log.events(), ())
+    counts = [writer.waiting() for writer in shell._writers]
+    assert counts == [1, 0, 1]
+    late = log.add(trajectory(1))
+    shell._events.append(late.stream, late.entry, late.data)
+    for writer, count in zip(shell._writers, counts, strict=True):
+        writer.flush(0.0, count)
+    root = Path(log.run_dir)
+    assert [entry.entry for entry in read(root / "events")] == ["1-0"]
+    assert list(payloads(root / "payloads")) == ["p0"]
+    await shell.close()
+    assert [entry.entry for entry in read(root / "events")] == ["1-0", "2-0"]
