@@ -23,7 +23,7 @@ TEXT_LIMIT = 500
 KEEPALIVE_S = 4.0
 """Idle connections are closed before the server (uvicorn: 5 s) does, so that no request meets its closing."""
 FLUSH_GRACE_S = 5.0
-"""How long a flush may take beyond the wait that it was asked for. A server that sleeps when idle looks once a second."""
+"""How long a flush may take beyond the wait it was asked for. A server that sleeps when idle looks once a second."""
 
 
 class CallError(EngineError):
