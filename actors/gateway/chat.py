@@ -92,6 +92,7 @@ class Chat:
     async def _free(self, ask: Ask, arrived_at: float) -> Served:
         """A turn of no episode: exact as far as the messages carry their ids."""
         plan = carried(ask.messages)
+        self._tokens.check("ids carried by messages", plan.prefix)
         prompt = await self._prompt(ask, plan)
         sampling = SamplingForm(
             temperature=1.0 if ask.temperature is None else ask.temperature,

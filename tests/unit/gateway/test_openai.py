@@ -71,6 +71,19 @@ async def test_parameters_reach_the_job_and_the_length_limit_is_told(front: Fron
     assert [choice["finish_reason"] for choice in body["choices"]] == ["length", "length"]
 
 
+async def test_template_variables_reach_the_template(tokens: Tokens, policy: Policy, tmp_path: Path):
+    directory = write_chat_model(tmp_path)
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    settings["chat_template"] = "{% if enable_thinking %}<think>{% endif %}{{ messages[-1].content }}"
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+    async with Front(Tokens(directory), policy) as front:
+        for kwargs in ({"enable_thinking": True}, None):
+            status, _ = await front.post(CHAT, {"messages": HI, "chat_template_kwargs": kwargs})
+            assert status == 200
+    decoded = [tokens._tokenizer.decode(job.prompt_ids, skip_special_tokens=False) for job in policy.jobs]
+    assert decoded == ["<think>hi", "hi"]
+
+
 async def test_the_responses_api_says_the_same_in_items(front: Front, policy: Policy):
     policy.say = lambda _: CALLS
     tool = {"type": "function", "name": "look", "parameters": {}, "strict": True}
@@ -184,6 +197,15 @@ async def test_a_stream_shows_life_while_it_waits_and_ends_with_its_error(
         ({"messages": [*HI, {"role": "assistant", "tool_calls": [{}]}, *HI]}, "no function.name"),
         ({"messages": [{"role": "user", "content": "a" * 500}]}, "maximum context length is 400"),
         ({"tools": [{"type": "web_search"}]}, "can't be offered"),
+        ({"chat_template_kwargs": {"tools": []}}, "may not hold tools"),
+        (
+            {"messages": [*HI, {"role": "assistant", "prompt_token_ids": [1], "generation_token_ids": [9999]}, *HI]},
+            r"carried by messages\[1\] is 9999",
+        ),
+        (
+            {"messages": [*HI, {"role": "assistant", "prompt_token_ids": [1], "generation_token_ids": [2]}]},
+            "own: a user",
+        ),
         ({"session": "nobody"}, "episode 'nobody' is not open"),
     ],
 )
