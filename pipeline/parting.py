@@ -30,6 +30,8 @@ TROUBLE: tuple[type, ...] = (
 """Kinds that a healthy run does not owe: one that only the other run has is where they part."""
 TIMES, LEAST_S = 3.0, 2.0
 """An event is missing when its causes are so many times, and so many seconds, older than it took in the first run."""
+HEAD_START_S = 0.5
+"""Trouble is looked at so much earlier: what is missing at the same time is missing because of it."""
 NEXT = 6
 """Events shown of what each run did next."""
 OTHERS = 10
@@ -139,7 +141,7 @@ def _extra(one: Mapping[Key, Node], two: Mapping[Key, Node]) -> Iterable[tuple[f
             first=None,
             second=happening(node.position, node.envelope),
         )
-        yield node.at, parting
+        yield node.at - HEAD_START_S, parting
 
 
 def _next(

@@ -182,7 +182,13 @@ class Model:
             return
         self.moved_at = at
         self.issued = max(self.issued, event.index + 1)
-        self.groups[event.index] = Group(event.task, event.samples, at, self.position)
+        group = self.groups.get(event.index)
+        if group is None or not event.only:
+            self.groups[event.index] = Group(event.task, event.samples, at, self.position)
+            return
+        group.complete_at = None
+        for sample in event.only:
+            group.results.pop(sample, None)
 
     def _on_trajectory_finished(self, event: ev.TrajectoryFinished, at: float, by: str) -> None:
         self.results.append((at, True))

@@ -45,6 +45,19 @@ def test_held_out_tasks_and_what_was_never_issued_leave_no_group():
     assert (fold(story).issued, fold(story).evals) == (0, 1)
 
 
+def test_samples_that_are_issued_again_are_out_again_and_the_others_stay():
+    story = Story()
+    story.add(issued(0))
+    story.add(rolled(0, 0))
+    story.add(events.SampleFailed(task="t0", index=0, sample=1, attempt=3, samples=2, failure="infra", reason="reset"))
+    assert fold(story).complete().keys() == {0}
+    story.add(replace(issued(0), only=(1,), first_attempt=4))
+    assert fold(story).groups[0].missing() == [1]
+    assert fold(story).begun().keys() == {0}
+    story.add(rolled(0, 1))
+    assert fold(story).complete().keys() == {0}
+
+
 def test_batches_of_abandoned_versions_are_owed_again():
     story = Story()
     for number in (1, 2):
