@@ -41,7 +41,8 @@ CAUSES: Mapping[str, str] = {
         "meanwhile."
     ),
     "hole": (
-        "buffer.sampler=in_order waits for every index. Bound rollouts with rollout.deadline_s, or use sampler=fifo."
+        "buffer.sampler=in_order waits for every index. Bound rollouts with rollout.deadline_s, or use "
+        "sampler=windowed or fifo."
     ),
     "buffer_short": (
         "Credit was granted for fewer groups than a batch needs: compare granted with issued, trained and "
