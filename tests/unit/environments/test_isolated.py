@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from actors.environments.isolated import ChildError, isolate
+from actors.environments.isolated import ChildError, isolate, loaded
 from actors.environments.loading import ProducerError
+from config.schema import ProducerConfig
 from contracts.producer import Completion, DataError, Endpoint, MultiTurn, Outcome, Place, SingleTurn, Started, Task
 
 CODE = """
@@ -147,7 +148,7 @@ async def test_a_rollout_takes_its_turns_here(python: str):
 @pytest.mark.parametrize(
     ("name", "args", "says"),
     [
-        ("nobody", {}, "there are 0 producers 'nobody'.*it has .*multi, neither, old"),
+        ("nobody", {}, "there are 0 producers 'nobody'.*it has .*multi, neither,.* old"),
         ("single", {"wrong": True}, "ValueError: wrong=True"),
         ("single", {"colour": 1}, "unexpected keyword argument 'colour'"),
         ("old", {}, "states contract=0"),
@@ -159,6 +160,14 @@ async def test_a_producer_that_can_not_be_had_there_is_refused_with_its_reason(
 ):
     with pytest.raises(ProducerError, match=says):
         await asyncio.to_thread(isolate, name, args, python)
+
+
+async def test_a_recipe_chooses_between_here_and_an_interpreter_of_its_own(python: str):
+    here = await loaded(ProducerConfig(name="x", args={"a": 1}), lambda name, args: (name, args))
+    assert here == ("x", {"a": 1})
+    there = await loaded(ProducerConfig(name="single", args={"limit": 1}, python=python), lambda name, args: None)
+    assert [task.id async for task in there.tasks(None, 0, "train")] == ["train-0-0"]
+    there._link.end()
 
 
 async def test_an_interpreter_that_is_none_is_refused(tmp_path: Path):
