@@ -359,24 +359,38 @@ async def test_databases_are_kept_apart(tmp_path: Path) -> None:
         await bus.close()
 
 
-async def test_a_tls_server_is_checked_against_the_given_authority(tmp_path: Path, broker: Broker) -> None:
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("openssl makes the test's certificate")
-    key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"
-    request = "req -x509 -newkey rsa:2048 -nodes -days 1 -subj /CN=localhost -addext subjectAltName=DNS:localhost"
-    words = [*request.split(), "-keyout", str(key), "-out", str(certificate)]
-    process = await asyncio.create_subprocess_exec(openssl, *words, stderr=subprocess.DEVNULL)
+async def _openssl(folder: Path, words: str) -> None:
+    program = shutil.which("openssl")
+    if program is None:
+        pytest.skip("openssl makes the test's certificates")
+    process = await asyncio.create_subprocess_exec(program, *words.split(), cwd=folder, stderr=subprocess.DEVNULL)
     assert await process.wait() == 0
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    context.load_cert_chain(certificate, key)
+
+
+async def test_a_tls_server_is_checked_against_the_given_authority(tmp_path: Path, broker: Broker) -> None:
+    key = "-newkey rsa:2048 -nodes"
+    await _openssl(tmp_path, f"req -x509 {key} -days 1 -subj /CN=authority -keyout ca.key -out ca.pem")
+    await _openssl(tmp_path, f"req {key} -subj /CN=localhost -keyout key.pem -out request.pem")
+    (tmp_path / "names").write_text("subjectAltName=DNS:localhost")
+    signed = "x509 -req -in request.pem -CA ca.pem -CAkey ca.key -CAcreateserial -days 1 -extfile names -out cert.pem"
+    await _openssl(tmp_path, signed)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=tmp_path / "ca.pem")
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
     relay = Proxy(address.parse(broker.url).path)
     listening = await asyncio.start_server(relay._serve, "127.0.0.1", 0, ssl=context)
     async with listening:
         port = listening.sockets[0].getsockname()[1]
-        await usable(f"rediss://localhost:{port}?ca={certificate}&cert={certificate}&key={key}")
-        with pytest.raises(BusUnavailable, match=r"(?i)certificate"):
-            await usable(f"rediss://localhost:{port}", connect_s=0.2)
+        files = f"ca={tmp_path}/ca.pem&cert={tmp_path}/cert.pem&key={tmp_path}/key.pem"
+        await usable(f"rediss://localhost:{port}?{files}")
+        for url, text in (
+            (f"rediss://localhost:{port}", "certificate"),
+            (f"rediss://127.0.0.1:{port}?{files}", "certificate"),
+            (f"rediss://localhost:{port}?ca={tmp_path}/ca.pem", "certificate|closed|reset"),
+            (f"rediss://localhost:{port}?ca={tmp_path}/none.pem", "No such file"),
+        ):
+            with pytest.raises(BusError, match=f"(?i){text}"):
+                await usable(url, connect_s=0.3)
         relay.cut()
 
 
