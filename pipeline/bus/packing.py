@@ -1,4 +1,4 @@
-"""Payloads as the store holds them: zstd, level 1. Masks and small numbers in wide fields cost next to nothing so."""
+"""Payloads as the store holds them: zstd at its fastest. Masks and zeros cost next to nothing so."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import zstandard
 
 from pipeline.bus.errors import BusError
 
-LEVEL = 1
+LEVEL = -3
+"""10 us for the 22 KB of 2,400 tokens; level 1 takes 55 us to save another sixth."""
 
 
 def pack(data: bytes) -> bytes:

@@ -1,7 +1,8 @@
 """Prices of the bus against the bare server, and against a loop of one pickled message at a time.
 
-`python -m tests.bench.bus`. Every row is a ratio of two things measured in turns in one run, so that a slow moment of
-the machine hits both; medians over the rounds. Everything goes over the server's Unix socket.
+`python -m tests.bench.bus [trajectories] [events] [latency]`, all three by default. Every row is a ratio of two
+things measured in turns in one run, so that a slow moment of the machine hits both; medians over the rounds.
+Everything goes over the server's Unix socket.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from array import array
@@ -219,7 +221,7 @@ async def trajectories(url: str, raw: aioredis.Redis) -> None:
     """A group of 8 a commit, as a collector commits, and batches of them read as a trainer reads them."""
     numbers = Numbers()
     actor = await Actor(await Bus.connect(url, "bench", actor="collector")).start()
-    emitting, reading, bare, count = [], [], [], 160
+    emitting, reading, bare, count = [], [], [], 240
     size = len(trajectory(numbers))
 
     async def emit_pickled() -> None:
@@ -250,7 +252,7 @@ async def trajectories(url: str, raw: aioredis.Redis) -> None:
         for data in await actor.bus.payloads([f"traj:{number}" for number in range(count)]):
             decode_trajectory(data)
 
-    for _ in range(ROUNDS):
+    for _ in range(3 * ROUNDS):
         await raw.execute_command("DEL", "pickled")
         theirs = await seconds(emit_pickled), await seconds(read_pickled)
         emitting.append(theirs[0] / await seconds(emit_ours))
@@ -322,7 +324,7 @@ class Quiet:
         pass
 
 
-async def latency(url: str) -> None:
+async def latency(url: str, raw: aioredis.Redis) -> None:
     """From just before an event is committed to the call of another actor's core, over the runtime's own loop."""
     listening = await Bus.connect(url, "wake", actor="buffer")
     shell = Quiet()
@@ -333,7 +335,7 @@ async def latency(url: str) -> None:
         ("control", encode(_envelope("x:1.0", RunStopping(reason=""), "control"))),
         ("trajectories", finished(1, 20_000)),
     ):
-        samples = []
+        samples, bare = [], []
         for number in range(600):
             await asyncio.sleep(0.004)
             shell.core.heard.clear()
@@ -342,28 +344,34 @@ async def latency(url: str) -> None:
             await shell.core.heard.wait()
             if number >= 100:
                 samples.append((shell.core.at - before) * 1000)
+                bare.append(
+                    await seconds(lambda data=data: raw.execute_command("XADD", "plain", "*", "e", data)) * 1000
+                )
         samples.sort()
         kind = "broadcast" if stream == "control" else "work"
         p50, p99 = statistics.median(samples), samples[len(samples) * 99 // 100]
-        print(f"emit to handler, {kind}: p50 {p50:.2f} ms, p99 {p99:.2f} ms", flush=True)
+        print(f"emit to handler, {kind}: p50 {p50:.2f} ms, p99 {p99:.2f} ms; ", end="")
+        print(f"plain XADD in turns with it: p50 {statistics.median(bare):.2f} ms", flush=True)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await actor.bus.close()
     await listening.close()
 
 
-async def main(url: str) -> None:
+async def main(url: str, parts: list[str]) -> None:
     socket = url.removeprefix("unix://")
     raw = aioredis.Redis(unix_socket_path=socket, protocol=2)
     raw.response_callbacks.clear()
-    await trajectories(url, raw)
-    for size in (1_000, 20_000):
+    if "trajectories" in parts:
+        await trajectories(url, raw)
+    for size in (1_000, 20_000) if "events" in parts else ():
         await events(url, raw, socket, size)
-    await latency(url)
+    if "latency" in parts:
+        await latency(url, raw)
     await raw.aclose()
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder, choose({}, Path(folder), BrokerConfig()) as broker:
         print(broker.describe())
-        asyncio.run(main(broker.url))
+        asyncio.run(main(broker.url, sys.argv[1:] or ["trajectories", "events", "latency"]))
