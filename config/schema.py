@@ -203,7 +203,9 @@ class RefitConfig(Section, frozen=True, kw_only=True):
     transport: Literal["gloo", "nccl", "ipc"] = "gloo"
     """How weights travel: `gloo` over TCP; `nccl` from GPU to GPU; `ipc` through memory shared by trainer and engines,
     which are on one host (CUDA IPC on a GPU)."""
-    verify: Literal["digest", "none"] = "digest"
+    verify: Literal["digest", "probe", "none"] = "digest"
+    """Before a commit: `digest` compares what each engine holds with what was sent, where the engine can tell; `probe`
+    also has each engine generate for a fixed prompt, and compares their log-probabilities."""
     retry_backoff_s: Seconds = 0.5
     """Pause before the epoch that follows a failed one; doubled at each failure in a row, up to 30 s."""
     failures: Positive = 10

@@ -373,13 +373,17 @@ class TransferFailed(Record, frozen=True, kw_only=True, tag="transfer.failed"):
 
 
 class EngineLoaded(Record, frozen=True, kw_only=True, tag="engine.loaded"):
-    """Engine -> coordinator: all buckets loaded, cache flushed. `digest` of what it holds, empty if it can't tell."""
+    """Engine -> coordinator: all buckets loaded, cache flushed. `digest` of what it holds, empty if it can't tell.
+
+    `probe`: log-probabilities of what it generates greedily for a fixed prompt, with refit.verify=probe.
+    """
 
     epoch: int
     engine: str
     boot: int
     digest: str
     seconds: float
+    probe: tuple[float, ...] = ()
 
 
 class EngineFailed(Record, frozen=True, kw_only=True, tag="engine.failed"):

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from actors.engine import colocated, server
+from actors.engine import colocated, manifest, server
 from actors.engine.client import CallError, HttpEngineClient
 from actors.engine.core import EngineCore
 from actors.engine.proxy import Grant, Proxy, Refused
@@ -48,6 +49,8 @@ PROBE_S, PROBE_DEADLINE_S, PROBE_MISSES = 2.0, 5.0, 3
 """Pause between two probes of the server, how long one may take, and how many in a row may fail."""
 CALL_S = 5.0
 """How long the server may take to answer a call that has nothing to wait for; beyond that it counts as hung."""
+PROBE_IDS, PROBE_TOKENS = [1, 2, 3, 4], 4
+"""The fixed prompt of refit.verify=probe, within any vocabulary, and how many tokens it is continued by."""
 FLUSH_S = 1.0
 """How long one flush waits for the server to be idle; a drain asks again."""
 
@@ -65,6 +68,7 @@ class EngineShell:
         gateway = config.gateway
         self._proxy = Proxy(self._admit, self._status, gateway.request_deadline_s, gateway.max_body_mib * 2**20)
         self._server: Server | None = None
+        self._manifest: manifest.Manifest | None = None
         self._healthy = False
         self._paused = False
         self._label: str | None = None
@@ -128,6 +132,7 @@ class EngineShell:
         if config.engine.kind == "external":
             return await server.attach(external_url(config, name), deadline_s)
         model_dir = await asyncio.to_thread(_model_dir, config)
+        self._manifest = await asyncio.to_thread(manifest.read, model_dir)
         if config.engine.kind == "torch":
             launch = server.torch_launch(config, model_dir, Path(context.run_dir) / f"{name}-{boot}.port")
         else:
@@ -270,7 +275,9 @@ class EngineShell:
             return DrainFailed(command.epoch, "Deadline", reason)
         except CallError as error:
             return DrainFailed(command.epoch, type(error).__name__, str(error))
-        return Drained(command.epoch, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        self._context.log.info("drained", epoch=command.epoch, seconds=round(seconds, 3))
+        return Drained(command.epoch, seconds)
 
     async def _thaw(self) -> None:
         """What an earlier epoch left paused holds nothing that anybody waits for."""
@@ -281,6 +288,10 @@ class EngineShell:
 
     async def _receive(self, command: Receive) -> Loaded | LoadFailed:
         started = time.monotonic()
+        wrong = None if self._manifest is None else manifest.problem(self._manifest, command.buckets)
+        if wrong is not None:
+            return LoadFailed(command.epoch, "manifest", "ManifestMismatch", wrong)
+        probe: tuple[float, ...] = ()
         phase = "pause"
         try:
             async with asyncio.timeout(self._left(command.deadline_at)):
@@ -300,13 +311,20 @@ class EngineShell:
                 if not await self._client.flush(FLUSH_S):
                     return LoadFailed(command.epoch, phase, "Busy", "requests are held: the cache can't be flushed")
                 phase = "verify"
-                found = await self._digest(self._left(command.deadline_at))
+                held = await self._checksums(self._left(command.deadline_at))
+                if held is not None and (wrong := manifest.strangers(set(held), command.buckets)) is not None:
+                    return LoadFailed(command.epoch, phase, "ManifestMismatch", wrong)
+                if self._config.refit.verify == "probe":
+                    probe = await self._generate_probe(command)
         except TimeoutError:
             return LoadFailed(command.epoch, phase, "Deadline", "the deadline of the refit passed")
         except (CallError, colocated.TransferBroke) as error:
             return LoadFailed(command.epoch, phase, type(error).__name__, str(error))
         self._label = str(command.version)
-        return Loaded(command.epoch, found, time.monotonic() - started)
+        found = "" if held is None else digest(held)
+        seconds = time.monotonic() - started
+        self._context.log.info("loaded", epoch=command.epoch, version=command.version, seconds=round(seconds, 3))
+        return Loaded(command.epoch, found, seconds, probe)
 
     async def _take(self, command: Receive) -> None:
         context, left = self._context, self._left(command.deadline_at)
@@ -329,12 +347,36 @@ class EngineShell:
                 self._left(command.deadline_at),
             )
 
-    async def _digest(self, timeout: float) -> str:
-        """Of what the server holds; only ours checksums as the trainer does."""
-        if self._config.engine.kind != "torch":
-            return ""
+    async def _checksums(self, timeout: float) -> dict[str, str] | None:
+        """Of what the server holds, by name; only ours checksums as the trainer does."""
+        if self._config.engine.kind != "torch" or self._config.refit.verify == "none":
+            return None
         ranks = await self._client.checksums(timeout)
-        return digest(ranks[0]) if ranks else ""
+        return ranks[0] if ranks else None
+
+    async def _generate_probe(self, command: Receive) -> tuple[float, ...]:
+        """Generate greedily for a fixed prompt, which leaves no trace in the cache; nothing else is admitted."""
+        await self._client.resume(CALL_S)
+        self._paused = False
+        body = {
+            "input_ids": PROBE_IDS,
+            "rid": f"probe-{command.epoch:08d}-{self._context.boot:08d}",
+            "sampling_params": {"temperature": 0.0, "max_new_tokens": PROBE_TOKENS, "ignore_eos": True},
+            "return_logprob": True,
+            "stream": False,
+        }
+        answer = await self._client.generate(body, self._left(command.deadline_at))
+        try:
+            logprobs = [float(entry[0]) for entry in answer["meta_info"]["output_token_logprobs"]]
+        except (KeyError, TypeError, IndexError) as error:
+            raise CallError(
+                "/generate", 200, f"the probe was not answered with log-probabilities: {error!r}"
+            ) from error
+        if not all(math.isfinite(value) for value in logprobs):
+            raise CallError("/generate", 200, f"the probe was answered with log-probabilities {logprobs}")
+        if not await self._client.flush(FLUSH_S):
+            raise CallError("/flush_cache", 400, "requests are held after the probe")
+        return tuple(logprobs)
 
     async def _resume(self, command: Resume) -> Resumed | ServerDead:
         self._held_at, self._lapse_told = self._monotonic(), False

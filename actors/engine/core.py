@@ -267,7 +267,12 @@ class EngineCore:
 
     def _loaded(self, state: EngineState, input: Loaded) -> Outcome:
         loaded = EngineLoaded(
-            epoch=state.epoch, engine=self._actor, boot=state.boot, digest=input.digest, seconds=input.seconds
+            epoch=state.epoch,
+            engine=self._actor,
+            boot=state.boot,
+            digest=input.digest,
+            seconds=input.seconds,
+            probe=input.probe,
         )
         return replace(state, mode="loaded"), [_emit(loaded, state.epoch)]
 

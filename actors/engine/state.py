@@ -50,15 +50,16 @@ class DrainFailed(msgspec.Struct, frozen=True, tag="drain_failed"):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    """Result of `Receive`. `digest` is empty when the server can't tell."""
+    """Result of `Receive`. `digest` is empty when the server can't tell, `probe` when it was not asked."""
 
     epoch: int
     digest: str
     seconds: float
+    probe: tuple[float, ...] = ()
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
-    """Result of `Receive`. `phase`: `pause`, `join`, `receive`, `flush` or `verify`."""
+    """Result of `Receive`. `phase`: `manifest`, `pause`, `join`, `receive`, `flush` or `verify`."""
 
     epoch: int
     phase: str

@@ -119,6 +119,7 @@ class Seat(msgspec.Struct, frozen=True):
     ranks: int
     drained: bool = False
     loaded: bool = False
+    probe: tuple[float, ...] = ()
 
 
 class Gate(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from actors.refit.transports import TransferError
 from config.schema import EngineConfig, GatewayConfig, ModelConfig, RefitConfig, RunConfig
-from contracts.events import EngineDead, EngineDrained, EngineFailed, EngineReady, Rank, RefitFailed
+from contracts.events import EngineDead, EngineDrained, EngineFailed, EngineLoaded, EngineReady, Rank, RefitFailed
 from tests.contract.refits import Refits
 from tests.unit.engine.driver import Driver
 
@@ -212,3 +212,17 @@ ABSENT = Rank("engine-9", 1, 2, 1)
 def _receivers(refits: Refits) -> list[Any]:
     attempt = refits.sender._attempt  # type: ignore[attr-defined]
     return [] if attempt is None else list(attempt._receivers)
+
+
+async def test_the_probe_is_what_the_new_weights_generate_and_leaves_the_engine_as_it_was(tmp_path: Path) -> None:
+    async with Driver(config(verify="probe"), tmp_path) as driver:
+        await driver.event(EngineReady)
+        refits = Refits(driver)
+        probes = []
+        for epoch, seed in ((1, 5), (2, 5), (3, 6)):
+            await refits.load(epoch, seed=seed, group="g1", fresh=epoch == 1)
+            probes.append((await driver.event(EngineLoaded, epoch=epoch)).probe)
+        assert [len(probe) for probe in probes] == [4, 4, 4]
+        assert probes[0] == pytest.approx(probes[1], abs=1e-5)
+        assert probes[2] != pytest.approx(probes[0], abs=1e-2)
+        refits.sender.close()

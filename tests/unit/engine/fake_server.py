@@ -131,4 +131,6 @@ class FakeServer:
             self.version = body["weight_version"]
         if path in ("/pause_generation", "/continue_generation"):
             self.paused = path == "/pause_generation"
-        return web.json_response({"success": True, "message": "", "ranks": [{"checksums": {"w": "00"}}], "tp_size": 2})
+        return web.json_response(
+            {"success": True, "message": "", "ranks": [{"checksums": dict.fromkeys("abc", "00")}], "tp_size": 2}
+        )

@@ -157,7 +157,7 @@ async def test_weights_are_loaded_in_sglangs_order_and_served_after_the_commit(b
 
 async def test_our_own_server_tells_its_digest(benches: Benches) -> None:
     async with benches(config(kind="torch")) as bench:
-        assert (await bench.load(1)).digest == digest({"w": "00"})
+        assert (await bench.load(1)).digest == digest(dict.fromkeys("abc", "00"))
         assert bench.server.paths()[-1] == "/weights_checker"
 
 
@@ -528,3 +528,13 @@ async def test_what_it_can_not_perform_is_an_error() -> None:
         await shell.perform(object())
     with pytest.raises(KeyError):
         shell.payload("p")
+
+
+async def test_a_parameter_that_the_server_does_not_hold_fails_the_load_by_name(benches: Benches) -> None:
+    async with benches(config(kind="torch")) as bench:
+        bench.server.answers["/weights_checker"] = (200, {"ranks": [{"checksums": dict.fromkeys("ab", "00")}]})
+        bench.request(1)
+        await bench.driver.event(EngineDrained, epoch=1)
+        bench.start(1)
+        told = await bench.driver.event(EngineFailed, epoch=1)
+        assert (told.phase, told.error, "first 'c'" in told.reason) == ("verify", "ManifestMismatch", True)

@@ -768,3 +768,55 @@ def test_state_survives_a_snapshot(drive: Drive) -> None:
     packed = msgspec.msgpack.encode(drive.state)
     assert msgspec.msgpack.decode(packed, type=RefitState) == drive.state
     assert drive.core.intake(drive.state) == {}
+
+
+# --- the generation probe --------------------------------------------------------------------------------------------
+
+
+def probed(drive: Drive, *probes: tuple[float, ...]) -> list[Any]:
+    """Load every engine, each with what it generated for the probe."""
+    drive.open()
+    drive.drain(tuple(range(len(probes))))
+    said = drive.hear(drive.sent())
+    for number, probe in enumerate(probes):
+        said += drive.hear(msgspec.structs.replace(drive.loaded(number), probe=probe))
+    drive.said = said
+    return said
+
+
+def three() -> Drive:
+    drive = Drive(engines=3)
+    drive.fleet()
+    return drive
+
+
+def test_engines_that_generate_alike_are_committed() -> None:
+    drive = three()
+    probed(drive, (-1.0, -2.0), (-1.001, -2.0), (-1.0, -1.999))
+    assert len(drive.one(RefitCommitted).engines) == 3
+
+
+def test_an_engine_that_generates_otherwise_stays_out() -> None:
+    drive = three()
+    probed(drive, (-1.0, -2.0), (-1.0, -2.5), (-1.0, -2.0))
+    cut = drive.one(EngineQuarantined)
+    assert (cut.engine, "up to 0.5 off" in cut.reason) == ("engine-1", True)
+    assert len(drive.one(RefitCommitted).engines) == 2
+
+
+def test_an_engine_that_generates_too_little_stays_out() -> None:
+    drive = three()
+    probed(drive, (-1.0, -2.0), (-1.0, -2.0), (-1.0,))
+    assert "generated 1 tokens for the probe, others 2" in drive.one(EngineQuarantined).reason
+
+
+def test_two_engines_that_disagree_are_both_doubted(drive: Drive) -> None:
+    probed(drive, (-1.0,), (-3.0,))
+    assert len(drive.emitted(EngineQuarantined)) == 2
+    assert drive.one(RefitFailed).phase == "verify"
+
+
+def test_an_engine_that_was_not_asked_is_not_compared() -> None:
+    drive = three()
+    probed(drive, (-1.0,), (), (-1.0,))
+    assert len(drive.one(RefitCommitted).engines) == 3
