@@ -355,6 +355,7 @@ async def measure(engines: int, refits: int, *, real: bool) -> None:
     drains: dict[int, float] = {}
     loads: dict[int, float] = {}
     commits: list[RefitCommitted] = []
+    cpu: list[float] = []
     with tempfile.TemporaryDirectory() as folder:
         async with Fleet(Path(folder), engines, refits, real=real) as fleet:
             async for event in fleet.events():
@@ -364,6 +365,7 @@ async def measure(engines: int, refits: int, *, real: bool) -> None:
                     loads[event.epoch] = max(loads.get(event.epoch, 0.0), event.seconds)
                 if isinstance(event, RefitCommitted):
                     commits.append(event)
+                    cpu.append(time.process_time())
     first, rest = commits[0], commits[1:]
     overhead = [c.pause_s - loads[c.epoch] - drains[c.epoch] for c in rest]
     p50 = statistics.median(overhead)
@@ -378,6 +380,7 @@ async def measure(engines: int, refits: int, *, real: bool) -> None:
         ("overhead", overhead),
     ):
         print(f"  {name}: p50 {statistics.median(values) * 1e3:.1f} ms, worst {max(values) * 1e3:.1f} ms")
+    print(f"  computed by this process, all actors together: {(cpu[-1] - cpu[0]) / len(rest) * 1e3:.1f} ms a refit")
     print(f"  overhead p50 {p50 * 1e3:.1f} ms {'within' if p50 <= GOAL_S else 'ABOVE'} {GOAL_S * 1e3:.0f} ms")
 
 
