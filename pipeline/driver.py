@@ -12,9 +12,9 @@ import msgspec
 
 from actors import registry
 from actors.recorder.metrics import Row
-from actors.recorder.ordering import START, advance, settled
+from actors.recorder.ordering import START, advance, number, settled
 from config.schema import RunConfig
-from contracts.core import Clock
+from contracts.core import Clock, Entry
 from contracts.envelope import STREAM_OF, STREAMS, Envelope, decode, encode
 from contracts.events import (
     ActorBooted,
@@ -40,6 +40,8 @@ LOOK_S = 0.25
 """Time between two looks at whether the run has ended."""
 RECORDER_S = 20.0
 """Least time that the recorder gets to finish, whatever the others used up."""
+FRESH_S = 5.0
+"""Age up to which an event that was read can't have been trimmed."""
 RECORDER = "recorder"
 
 
@@ -87,6 +89,7 @@ class Driver:
         self._posted = 0
         self._start = ""
         self._begun = False
+        self._last: tuple[Entry, float] | None = None
         self._interrupted = asyncio.Event()
         self._names = registry.names(config)
         self.late: list[str] = []
@@ -117,6 +120,8 @@ class Driver:
         while True:
             found = settled(await self._bus.read_after(cursors, count=PAGE, block_ms=BLOCK_MS), PAGE)
             cursors = advance(cursors, found)
+            if found:
+                self._last = found[-1], self._clock.now()
             for entry in found:
                 await self._take(decode(entry.stream, entry.data))
             await asyncio.sleep(LINGER_S)
@@ -170,12 +175,31 @@ class Driver:
                 return Verdict(Exit.INTERRUPTED, "interrupted", "interrupted; the run can be resumed")
             left = {name: how for name, how in self._processes.left().items() if name in self._names}
             verdict = judge(self._config, self.view, left, now, self._started) if self._begun else None
+            if verdict is None and not following.done():
+                verdict = await self._gone_back()
             if verdict is not None:
                 return verdict
             await asyncio.wait([following], timeout=LOOK_S)
         error = following.exception()
         assert error is not None
         raise error
+
+    async def _gone_back(self) -> Verdict | None:
+        """Whether the store lost what was read from it: another file was loaded, or it synced too late."""
+        if self._last is None:
+            return None
+        last, seen_at = self._last
+        before = f"{number(last.entry) - 1}-0"
+        found = await self._bus.read_after({last.stream: before}, count=1, block_ms=0)
+        same = bool(found) and found[0].entry == last.entry
+        lost = found[0].data != last.data if same else self._clock.now() - seen_at < FRESH_S
+        if not lost:
+            return None
+        message = (
+            f"the store went back: event {last.entry} of {last.stream} was read from it and is gone. "
+            "Resume the run: it is rebuilt from its archive"
+        )
+        return Verdict(Exit.BROKER, "store went back", message)
 
     # --- stopping ---
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ class Recovery:
         Every core's state is stored as it is now, so that no journalled step is ever taken again by another core.
         """
         seqs: dict[str, int] = {}
-        for name in registry.names(self._config):
+        for name in sorted(field.decode() for field in await self._link.command("HKEYS", self._keys.seqs)):
             bus = Bus(self._link, self._info.run, name)
             await bus.boot()
             core = core_of(self._config, name)
@@ -132,13 +132,14 @@ class Recovery:
             if stream == "journal":
                 journals.setdefault(actor, []).append(entry.data)
         try:
-            return plan(_read(self._directory.events), journals, self._cores())
+            return plan(_read(self._directory.events), journals, self._cores(journals))
         except NotRebuildable as error:
             raise PipelineError(f"{loss}, and it can't be rebuilt: {error}", Exit.FAILED) from error
 
-    def _cores(self) -> dict[str, Eras]:
+    def _cores(self, actors: Iterable[str]) -> dict[str, Eras]:
+        """Of the run's actors, and of those that it had for a time only."""
         past = [(msgspec.convert(era.config, RunConfig), era.seqs) for era in self._info.eras]
-        names = {name for config, _ in past for name in registry.names(config)} | set(registry.names(self._config))
+        names = {*actors, *registry.names(self._config)}
         return {
             name: [
                 *((seqs.get(name, 0), core_of(config, name)) for config, seqs in past),

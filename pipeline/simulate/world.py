@@ -44,6 +44,7 @@ class World:
         self.store = MemoryStore()
         self.actors: dict[str, SimActor] = {}
         self.run_id = f"sim-{seed}"
+        self._reading: dict[frozenset[str], list[SimActor]] = {}
         self.halted: str | None = None
         self.back_at = START
         self.losses = 0
@@ -69,6 +70,7 @@ class World:
         heapq.heappush(self._queue, (self._time + delay, self._count, work))
 
     def add(self, name: str, shell: SimShell) -> None:
+        self._reading.clear()
         self.actors[name] = SimActor(self, name, shell)
 
     def start(self) -> None:
@@ -125,7 +127,10 @@ class World:
 
     def ring(self, streams: Iterable[str]) -> None:
         """Wake the readers of streams that got something."""
-        fresh = set(streams)
-        for actor in self.actors.values():
-            if fresh & actor.reads:
-                actor.schedule(self.draw(self.pace.hop))
+        for actor in self._readers(frozenset(streams)):
+            actor.schedule(self.draw(self.pace.hop))
+
+    def _readers(self, streams: frozenset[str]) -> list[SimActor]:
+        if streams not in self._reading:
+            self._reading[streams] = [actor for actor in self.actors.values() if streams & actor.reads]
+        return self._reading[streams]

@@ -62,7 +62,7 @@ class Log:
         await asyncio.sleep(0)
         if self.broken is not None:
             raise self.broken
-        return [e for e in self.entries if number(e.entry) > number(cursors[e.stream])]
+        return [e for e in self.entries if e.stream in cursors and number(e.entry) > number(cursors[e.stream])]
 
     def posted(self) -> list[str]:
         bodies = [decode(e.stream, e.data) for e in self.entries]
@@ -161,6 +161,42 @@ async def test_a_run_is_started_watched_and_stopped_with_the_recorder_last() -> 
     assert scene.processes.waited[-1] == ["recorder"]
     assert "recorder" not in scene.processes.waited[0]
     assert scene.driver.late == []
+
+
+@pytest.mark.parametrize("how", ["shorter", "another", "overtaken"])
+async def test_a_store_that_lost_what_was_read_from_it_ends_the_run(how: str) -> None:
+    scene = Scene()
+    story = trained(2)
+    scene.processes.on_launch = lambda: scene.log.put(story)
+
+    def lose(row: Row, view: View, now: float) -> None:
+        del scene.log.entries[-4:]
+        if how != "shorter":
+            last = scene.log.entries[-1]
+            scene.log.put(trained(1), start=-1 if how == "another" else -6)
+            assert scene.log.entries[-1] != last
+
+    scene.screen.step = lose  # type: ignore[method-assign]
+    verdict = await scene.run()
+    assert (verdict.code, verdict.reason) == (Exit.BROKER, "store went back")
+    assert "is rebuilt from its archive" in verdict.message
+
+
+async def test_an_event_that_was_trimmed_is_not_missed() -> None:
+    scene = Scene()
+
+    def trim() -> None:
+        scene.log.put(trained(1))
+        asyncio.get_running_loop().call_later(0.1, gone)
+
+    def gone() -> None:
+        scene.clock.time += module.FRESH_S
+        scene.log.entries = [Entry("control", "1-0", e.data) for e in scene.log.entries[:1]]
+        asyncio.get_running_loop().call_later(0.1, scene.driver.interrupt)
+
+    scene.processes.on_launch = trim
+    verdict = await scene.run()
+    assert verdict.code is Exit.INTERRUPTED
 
 
 async def test_an_interrupt_stops_in_order() -> None:
