@@ -44,7 +44,7 @@ $(SGLANG_VENV)/.installed: constraints-sglang.txt
 	touch $@
 
 test-sglang: install sglang ## The lane against the real SGLang server: conformance, barrier, whole runs
-	$(BIN)/python -m pytest tests/lanes/sglang
+	$(BIN)/python -m pytest -o timeout=900 --durations=5 tests/lanes/sglang
 
 GYM := .venv-gym
 
