@@ -318,6 +318,8 @@ async def test_a_key_of_another_type_is_an_error_that_says_what_to_do(store: Sto
     await store.command("SET", "{tasks}", "x")
     with pytest.raises(BusError, match="choose another run name or database"):
         await bus.ensure_group("tasks", GROUP)
+    with pytest.raises(BusError, match="choose another run name or database"):
+        await bus.depths(["news", "tasks"])
 
 
 async def test_a_missing_group_is_an_error_that_says_what_to_do(store: Store) -> None:

@@ -303,6 +303,12 @@ async def test_the_server_is_named_by_its_own_name(broker: Broker) -> None:
     assert f"{name}-server {version}" in broker.describe()
 
 
+async def test_the_memory_in_use_and_its_limit_are_known(store: Store) -> None:
+    used, limit = await (await store.bus("a")).memory()
+    assert used > 100_000
+    assert limit == 0
+
+
 # --- ways in ---
 
 
