@@ -31,6 +31,7 @@ from config.schema import (
     RolloutConfig,
     RunConfig,
 )
+from contracts.events import ActorFailed
 from pipeline.simulate import archive
 from pipeline.simulate.faults import Faults
 from pipeline.simulate.process import Broken
@@ -116,8 +117,15 @@ def play(seed: int, mode: str) -> tuple[Result, str | None]:
     if not result.safe:
         return result, f"broken: {[f.rule + ': ' + f.message for f in result.findings[:3]]}, trained {result.trained}"
     if mode == "liveness" and not result.finished:
+        if planned.wipes and _said_fatal(result):
+            return result, None
         return result, f"not finished after {result.seconds:.0f} s, at step {result.summary.steps}"
     return result, None
+
+
+def _said_fatal(result: Result) -> bool:
+    """An archive that ends more checkpoints ago than are kept: the run says so and ends."""
+    return any(isinstance(e.body, ActorFailed) and e.body.fatal for e in result.log())
 
 
 def outcome(job: tuple[int, str]) -> Outcome:

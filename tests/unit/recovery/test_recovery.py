@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -22,6 +23,7 @@ from contracts.events import TrajectoryFinished
 from pipeline.broker import Broker, choose
 from pipeline.bus import Bus
 from pipeline.errors import PipelineError
+from pipeline.launcher import Session
 from pipeline.recovery import REBUILDING, recover
 from pipeline.rundir import RunDir
 from pipeline.runtime.journal import Journal
@@ -226,3 +228,13 @@ async def test_a_store_is_rebuilt_over_a_change_of_settings_too(broker: Broker, 
     await resume(broker, run, changed=changed)
     await bus._link.command("DEL", bus.keys.order)
     assert await recover(broker.url, run, changed, changed, last(run), Notes())
+
+
+async def test_a_session_that_resumes_recovers_its_store_before_anything_starts(
+    broker: Broker, run: RunDir, world: World
+) -> None:
+    session = Session(config(1), run, before=config(1))
+    last = await asyncio.to_thread(session._replay)
+    assert max(int(entry.entry.partition("-")[0]) for entry in last.values()) == len(world.store.log)
+    assert await asyncio.to_thread(session._recover, broker, last) == last
+    assert not await resume(broker, run), "the store is whole now"
