@@ -230,9 +230,9 @@ def _held(stream: str, log: _Log, cut: int, steps: Mapping[str, Sequence[_Step]]
     owners: dict[int, tuple[float, str]] = {}
     acked: set[int] = set()
     delivered = 0
-    for actor, found in steps.items():
+    for actor in readers:
         mine: dict[int, float] = {}
-        for step in found:
+        for step in steps.get(actor, ()):
             if step.delivered is not None and step.delivered.stream == stream:
                 mine[number(step.delivered.entry)] = step.now
                 delivered = max(delivered, number(step.delivered.entry))
@@ -249,9 +249,9 @@ def _held(stream: str, log: _Log, cut: int, steps: Mapping[str, Sequence[_Step]]
 def _needed(log: _Log, cut: int, cursors: Mapping[str, Mapping[str, str]], work: Mapping[str, Held]) -> Iterable[Entry]:
     """Entries that somebody has yet to read, or holds."""
     floors = {stream: min(at for at, _ in (*held.pending, (held.delivered + 1, ""))) for stream, held in work.items()}
-    for stream in BROADCAST_STREAMS:
+    for stream in {*BROADCAST_STREAMS, *(stream for mine in cursors.values() for stream in mine)}:
         read = [number(mine[stream]) for mine in cursors.values() if stream in mine]
-        floors[stream] = min(read, default=cut) + 1
+        floors[stream] = min(floors.get(stream, cut + 1), min(read, default=cut) + 1)
     for at in range(1, cut + 1):
         entry = log.entries[at]
         if at >= floors[entry.stream]:
