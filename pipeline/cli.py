@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from pipeline.errors import Exit, PipelineError
+from pipeline.errors import Exit, PipelineError, writing
 
 
 class Commands(click.Group):
@@ -173,7 +173,9 @@ def why(run: str | None, until: str | None, now: str | None, patience: float, as
 @click.argument("run", required=False)
 @click.option("--until", metavar="MOMENT", help="The moment that is shown; the end if left out.")
 @click.option("--actor", metavar="NAME", help="Only this actor, and its whole state.")
-@click.option("--step", "steps", metavar="N", type=int, is_flag=False, flag_value=1, help="Show N steps from there.")
+@click.option(
+    "--step", "steps", metavar="N", type=click.IntRange(1), is_flag=False, flag_value=1, help="Show N steps from there."
+)
 @click.option("--diff", "other", metavar="MOMENT", help="How states differ between --until and this moment.")
 @click.option("--check", is_flag=True, help="Compare every command with the log; exit code 1 at a difference.")
 @click.option("--drop", metavar="EVENT", help="What if this event had not come?")
@@ -230,10 +232,8 @@ def trace(run: str | None, out: Path | None) -> None:
     directory = RunDir.find(run)
     target = out or directory / "trace.json"
     made = tracing.chrome(envelope for _, envelope in eventlog.archived(directory))
-    try:
+    with writing(target):
         target.write_bytes(msgspec.json.encode(made))
-    except OSError as error:
-        raise PipelineError(f"{target} can't be written: {error.strerror}", Exit.USAGE) from error
     click.echo(f"{target}: {len(made['traceEvents'])} trace events")
 
 
@@ -251,10 +251,12 @@ def bundle(run: str | None, out: Path | None, payloads: bool, stacks: bool, test
 
     directory = RunDir.find(run)
     if test is not None:
-        click.echo(bundling.to_test(directory, tests, test, payloads=payloads))
+        with writing(tests):
+            click.echo(bundling.to_test(directory, tests, test, payloads=payloads))
         return
     target = out or Path(f"{directory.path.name}.tar.gz")
-    facts = bundling.make(directory, target, payloads=payloads, stacks=stacks)
+    with writing(target):
+        facts = bundling.make(directory, target, payloads=payloads, stacks=stacks)
     click.echo(f"{target}: {target.stat().st_size:,} bytes, {facts['hidden']} secrets hidden")
     click.echo("it holds " + ("prompts and trajectories" if payloads else "no prompts and no trajectories"))
 
@@ -453,8 +455,9 @@ def producer(name: str, directory: Path, multi_turn: bool) -> None:
     """Write a package with an environment, its tests and its registration, ready to be installed."""
     from pipeline import scaffold
 
-    for path in scaffold.producer(name, directory, multi_turn=multi_turn):
-        click.echo(path)
+    with writing(directory):
+        for path in scaffold.producer(name, directory, multi_turn=multi_turn):
+            click.echo(path)
 
 
 @main.command()

@@ -18,7 +18,7 @@ from contracts.core import Entry
 from contracts.envelope import WORK_STREAMS, ContractError, decode, encode
 from contracts.events import kind
 from pipeline import eventlog
-from pipeline.bus import Bus, BusError, Letter
+from pipeline.bus import Bus, BusError, BusUnavailable, Letter
 from pipeline.errors import Exit, PipelineError
 from pipeline.rundir import RunDir
 
@@ -151,7 +151,8 @@ def _time(at: float) -> str:
 
 def _with_bus(run: RunDir, work: Callable[[Bus], Awaitable[T]]) -> T:
     info = run.info()
-    url = os.environ.get("REDIS_URL") or info.redis_url
+    given = os.environ.get("REDIS_URL")
+    url = given or info.redis_url
     if not url:
         raise PipelineError(f"{run.path} does not say which store it used: set REDIS_URL", Exit.BROKER)
 
@@ -164,5 +165,12 @@ def _with_bus(run: RunDir, work: Callable[[Bus], Awaitable[T]]) -> T:
 
     try:
         return asyncio.run(connected())
+    except BusUnavailable as error:
+        if given:
+            raise PipelineError(f"dead letters are in the run's store: {error}", Exit.BROKER) from error
+        fix = f"look while the run is live (`pipeline up --resume {run.path}`), or set REDIS_URL to its server"
+        raise PipelineError(
+            f"dead letters are in the run's store, and {url} does not answer: {fix}", Exit.BROKER
+        ) from error
     except BusError as error:
         raise PipelineError(f"dead letters are in the run's store: {error}", Exit.BROKER) from error

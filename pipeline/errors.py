@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
+from pathlib import Path
 
 
 class Exit(IntEnum):
@@ -29,3 +32,12 @@ class PipelineError(Exception):
     def __init__(self, message: str, code: Exit) -> None:
         super().__init__(message)
         self.code = code
+
+
+@contextmanager
+def writing(target: Path) -> Iterator[None]:
+    """Around what writes a file or folder that the user named: a place that takes none ends the command."""
+    try:
+        yield
+    except OSError as error:
+        raise PipelineError(f"{target} can't be written: {error.strerror}", Exit.USAGE) from error

@@ -30,9 +30,7 @@ def lines(run: RunDir, chosen: Filter, *, follow: bool) -> Iterator[bytes]:
 
     With `follow`, goes on with what is new in the store until the run has finished.
     """
-    unknown = sorted(set(chosen.streams) - set(STREAMS))
-    if unknown:
-        raise PipelineError(f"no stream {unknown[0]!r}; streams are {', '.join(STREAMS)}", Exit.USAGE)
+    chosen.check()
     selection = Selection(chosen)
     last: dict[str, str] = {}
     complete = False

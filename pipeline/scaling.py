@@ -84,12 +84,12 @@ def outlook(before: RunConfig, engines: int, run: str) -> str:
         return f"the run has {engines} engines already"
     if engines < old:
         names = ", ".join(f"engine-{n}" for n in range(engines, old))
-        return f"{names} serve until the next commit, then leave"
+        return f"serving until the next commit, then leaving: {names}"
     names = [f"engine-{n}" for n in range(old, engines)]
     if before.launch.mode == "external":
         starts = "; ".join(f"pipeline actor {name} --run {run}" for name in names)
         return f"start the new engines, they join with the next refit: {starts}"
-    return f"{', '.join(names)} are being started and join with the next refit"
+    return f"being started, to join with the next refit: {', '.join(names)}"
 
 
 def _announcement(run: str, engines: int) -> Envelope[FleetScaled]:

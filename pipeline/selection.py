@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import get_args
 
 import msgspec
 
 from actors.recorder.ordering import number
 from contracts.core import Entry
-from contracts.envelope import Envelope
+from contracts.envelope import STREAMS, Envelope
 from contracts.events import Event, kind
+from pipeline.errors import Exit, PipelineError
 from pipeline.moments import Moment
+
+KINDS = sorted(each.__struct_config__.tag for each in get_args(Event))
 
 
 class Filter(msgspec.Struct, frozen=True):
@@ -28,6 +33,18 @@ class Filter(msgspec.Struct, frozen=True):
     since: Moment | None = None
     until: Moment | None = None
 
+    def check(self) -> None:
+        """Raises `PipelineError` for a stream or a kind that no run has."""
+        unknown = sorted(set(self.streams) - set(STREAMS))
+        if unknown:
+            raise PipelineError(f"no stream {unknown[0]!r}; streams are {', '.join(STREAMS)}", Exit.USAGE)
+        for pattern in self.kinds:
+            if not any(fnmatchcase(each, pattern) for each in KINDS):
+                near = get_close_matches(pattern, KINDS, 3, 0.5) or [f"{each}.*" for each in _families()]
+                raise PipelineError(
+                    f"--kind {pattern!r}: no event is of that kind; there are {', '.join(near)}", Exit.USAGE
+                )
+
     def accepts(self, envelope: Envelope[Event]) -> bool:
         """Whether streams, kinds and actors let one event pass."""
         return (
@@ -35,6 +52,10 @@ class Filter(msgspec.Struct, frozen=True):
             and (not self.actors or envelope.actor in self.actors)
             and (not self.kinds or any(fnmatchcase(kind(envelope.body), pattern) for pattern in self.kinds))
         )
+
+
+def _families() -> list[str]:
+    return sorted({each.partition(".")[0] for each in KINDS})
 
 
 class Selection:

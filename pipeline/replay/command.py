@@ -57,7 +57,7 @@ def _look(recorded: Recorded, how: Request) -> Iterator[str]:
     if how.other is not None:
         return show.between(recorded, place, recorded.log.place(moments.parse(how.other)), how.actor)
     if how.steps is not None:
-        return show.steps(recorded, place, how.actor, max(1, how.steps))
+        return show.steps(recorded, place, how.actor, how.steps)
     if how.as_json:
         return (_json({name: track.state_at(place)}) for name, track in recorded.tracks.items())
     return show.moment(recorded, place, how.actor)

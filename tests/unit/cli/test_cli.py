@@ -248,6 +248,33 @@ def test_an_unknown_stream_is_refused_with_the_known_ones(make_run: Callable[...
     assert "streams are tasks, trajectories" in result.output
 
 
+@pytest.mark.parametrize(
+    ("kind", "near"), [("refit.comitted", "refit.committed"), ("nonsense", "refit.*"), ("refti.*", "refit.")]
+)
+def test_a_kind_that_no_event_has_is_refused_with_what_comes_near(
+    make_run: Callable[..., RunDir], kind: str, near: str
+) -> None:
+    result = call("log", str(make_run(Story()).path), "--kind", kind)
+    assert result.exit_code == Exit.USAGE
+    assert f"--kind {kind!r}: no event is of that kind" in result.output
+    assert near in result.output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("bundle", "--no-stacks", "-o", "file/out.tar.gz"),
+        ("bundle", "--to-test", "name", "--tests", "file/tests"),
+        ("trace", "-o", "file/trace.json"),
+    ],
+)
+def test_a_place_that_can_not_be_written_is_named(make_run: Callable[..., RunDir], words: tuple[str, ...]) -> None:
+    Path("file").touch()
+    result = call(words[0], str(make_run(trained(1)).path), *words[1:])
+    assert result.exit_code == Exit.USAGE
+    assert f"pipeline: {words[-1]} can't be written: " in result.output
+
+
 def test_following_a_finished_run_ends(make_run: Callable[..., RunDir]) -> None:
     story = trained(1)
     story.add(events.RunFinished(reason="done"))

@@ -160,9 +160,16 @@ def test_without_a_store_it_says_which_one_it_looked_for(
     grave: Grave, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("pipeline.dead.CONNECT_S", 0.1)
-    grave.run.update(redis_url=f"unix://{tmp_path}/none.sock")
+    url = f"unix://{tmp_path}/none.sock"
+    grave.run.update(redis_url=url)
     result = grave.pipeline("list")
     assert result.exit_code == Exit.BROKER
-    assert f"REDIS_URL=unix://{tmp_path}/none.sock could not be reached" in result.stderr
+    assert (
+        f"{url} does not answer: look while the run is live (`pipeline up --resume {grave.run.path}`)" in result.stderr
+    )
+    assert f"REDIS_URL={url}" not in result.stderr
+    monkeypatch.setenv("REDIS_URL", url)
+    assert f"REDIS_URL={url} could not be reached" in grave.pipeline("list").stderr
+    monkeypatch.delenv("REDIS_URL")
     grave.run.update(redis_url=None)
     assert "set REDIS_URL" in grave.pipeline("list").stderr

@@ -139,8 +139,8 @@ def test_what_happens_next_depends_on_who_starts_processes() -> None:
     ray = RunConfig(engine=EngineConfig(count=2))
     external = msgspec.structs.replace(ray, launch=LaunchConfig(mode="external"))
     assert scaling.outlook(ray, 2, "R") == "the run has 2 engines already"
-    assert scaling.outlook(ray, 1, "R") == "engine-1 serve until the next commit, then leave"
-    assert scaling.outlook(ray, 3, "R") == "engine-2 are being started and join with the next refit"
+    assert scaling.outlook(ray, 1, "R") == "serving until the next commit, then leaving: engine-1"
+    assert scaling.outlook(ray, 3, "R") == "being started, to join with the next refit: engine-2"
     assert "pipeline actor engine-2 --run R" in scaling.outlook(external, 3, "R")
 
 
@@ -177,7 +177,7 @@ def test_scale_changes_the_configuration_before_it_tells_anybody(
     assert (refused.exit_code, "set REDIS_URL" in refused.output) == (Exit.BROKER, True)
     run.update(redis_url="unix:///x")
     done = CliRunner().invoke(main, ["scale", str(run.path), "engines=3"])
-    assert done.output == "engine-2 are being started and join with the next refit\n"
+    assert done.output == "being started, to join with the next refit: engine-2\n"
     assert msgspec.json.decode(Bus.config, type=RunConfig).engine.count == 3
     assert Bus.posted == [events.FleetScaled(engines=3)]
     run.update(ended="done")

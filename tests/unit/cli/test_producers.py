@@ -97,6 +97,12 @@ def test_nothing_is_overwritten(tmp_path: Path):
     assert (code, "exists already" in output) == (Exit.USAGE, True)
 
 
+def test_a_place_that_can_not_be_written_is_named(tmp_path: Path):
+    (tmp_path / "file").touch()
+    code, output = run("new", "producer", "mine", "--dir", str(tmp_path / "file"))
+    assert (code, f"{tmp_path / 'file'} can't be written: " in output) == (Exit.USAGE, True)
+
+
 def test_a_setting_without_a_value_is_refused():
     code, output = run("producers", "reasoning_gym", "dataset")
     assert (code, "KEY=VALUE" in output) == (Exit.USAGE, True)

@@ -305,6 +305,7 @@ def test_a_divergence_ends_with_exit_code_1(run: RunDir, tmp_path: Any):
         (["--actor", "nobody"], "no journal of 'nobody'"),
         (["--drop", "nobody:1.0"], "no event"),
         (["--until", "soon"], "names no moment"),
+        (["--step", "0"], "0 is not in the range"),
     ],
 )
 def test_wrong_questions_are_refused(run: RunDir, words: list[str], said: str):
