@@ -44,6 +44,8 @@ class Plan(msgspec.Struct, frozen=True):
     cut: int
     events: tuple[Entry, ...]
     states: dict[str, tuple[int, bytes]]
+    begun: dict[str, int]
+    """The last step that the log names of actors whose state is not rebuilt: they begin anew, behind it."""
     boots: dict[str, int]
     cursors: dict[str, dict[str, str]]
     registers: dict[str, int]
@@ -86,6 +88,7 @@ def plan(events: Iterable[Entry], journals: Mapping[str, Sequence[bytes]], cores
         cut=cut,
         events=tuple(_needed(log, cut, cursors, work)),
         states={actor: (seqs[actor], _state(journals[actor], cores[actor], seqs[actor])) for actor in kept},
+        begun={actor: max(said)[0] for actor, said in log.by_actor().items() if actor not in cores},
         boots=log.boots,
         cursors=cursors,
         registers=registers,

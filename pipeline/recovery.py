@@ -191,7 +191,7 @@ class Recovery:
             commands.append(["XGROUP", "CREATE", key, GROUP, f"{held.delivered}-0", "MKSTREAM"])
             for at, owner in held.pending:
                 commands.append(["XCLAIM", key, GROUP, owner, 0, f"{at}-0", "RETRYCOUNT", 1, "FORCE", "JUSTID"])
-        for actor, (seq, state) in wanted.states.items():
+        for actor, (seq, state) in (wanted.states | self._begun(wanted)).items():
             commands.append(["HSET", keys.seqs, actor, seq])
             commands.append(["HSET", keys.snapshot(actor), "seq", seq, "state", state])
         commands += [["HSET", keys.boots, actor, boot + 1] for actor, boot in wanted.boots.items()]
@@ -204,6 +204,11 @@ class Recovery:
         commands += [["SET", keys.order, wanted.cut], ["UNLINK", keys.prefix + REBUILDING]]
         for start in range(0, len(commands), PAGE):
             await self._link.pipeline(commands[start : start + PAGE])
+
+    def _begun(self, wanted: Plan) -> dict[str, tuple[int, bytes]]:
+        """First states, behind the steps that the log names: ids of events are made of steps, and are used once."""
+        cores = {actor: core_of(self._config, actor) for actor in wanted.begun}
+        return {actor: (wanted.begun[actor], Journal(core).snapshot(core.initial())) for actor, core in cores.items()}
 
     async def _clear(self, spare: str) -> None:
         pattern, cursor = self._keys.prefix.replace("[", "\\[") + "*", b"0"

@@ -18,10 +18,11 @@ from actors.refit.actor import HIGH
 from actors.trainer import checkpoint
 from config.schema import BrokerConfig
 from contracts.core import Entry
-from contracts.envelope import decode
-from contracts.events import TrajectoryFinished
+from contracts.envelope import Envelope, decode, encode
+from contracts.events import ActorBooted, TrajectoryFinished
 from pipeline.broker import Broker, choose
 from pipeline.bus import Bus
+from pipeline.cores import core_of
 from pipeline.errors import PipelineError
 from pipeline.launcher import Session
 from pipeline.recovery import REBUILDING, recover
@@ -137,6 +138,32 @@ async def test_new_events_go_on_behind_the_last_archived_one(
 ) -> None:
     await resume(broker, run)
     assert await bus.post("control", b"x") == f"{len(world.store.log) + 1}-0"
+
+
+async def test_the_recorder_begins_anew_and_uses_no_id_of_an_event_twice(broker: Broker, run: RunDir) -> None:
+    end = sum(1 for _ in archive.read(run.events))
+    writer = archive.Writer(run.events, 0.0)
+    for seq, boot in ((1, 1), (7, 2)):
+        body = ActorBooted(actor="recorder", boot=boot, pid=1, host="h")
+        event = Envelope(
+            id=f"recorder:{seq}.1",
+            run=run.info().run,
+            stream="fleet",
+            actor="recorder",
+            boot=boot,
+            epoch=0,
+            wall_ns=0,
+            mono_ns=0,
+            body=body,
+        )
+        writer.append("fleet", f"{end + boot}-0", encode(event))
+    writer.close(0.0)
+    assert await resume(broker, run)
+    recorder = await Bus.connect(broker.url, run.info().run, actor="recorder")
+    assert await recorder.boot() == (4, 7)
+    core = core_of(config(1), "recorder")
+    assert Journal(core).fold(await recorder.snapshot(), await recorder.journal(after=7)) == (7, core.initial())
+    await recorder.close()
 
 
 async def test_a_store_that_is_whole_is_left_alone(broker: Broker, run: RunDir, bus: Bus) -> None:
