@@ -49,6 +49,8 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # a failed NCCL collective first answers its caller; torch's own watchdog would end the process before that
     os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    # what SGLang sets for itself, and the sender with it: a communicator whose ends differ in it fails
+    os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")
     with uncollected():
         from actors.engine.torch_server.serve import serve
 

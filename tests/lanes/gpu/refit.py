@@ -46,8 +46,8 @@ FLAGS = (
     *("--mem-fraction-static", "0.4", "--context-length", "2048", "--cuda-graph-max-bs", "2"),
     "--disable-piecewise-cuda-graph",
 )
-TOLERANCE = 0.05
-"""Of a log-probability in bfloat16."""
+TOLERANCE = 0.15
+"""Of a log-probability whose logits, of 4 to 8, come in steps of 1/32 in bfloat16.."""
 
 
 def arguments() -> argparse.Namespace:
@@ -192,9 +192,9 @@ class Refits:
         }
 
 
-async def check(refits: Refits, http: aiohttp.ClientSession, epoch: int) -> float:
-    """The largest gap between the engine's log-probabilities and transformers' on the weights that were sent."""
-    rid = f"check-{epoch:04}"
+async def check(refits: Refits, http: aiohttp.ClientSession, epoch: int, name: str = "check") -> float:
+    """The largest gap between the engine's log-probabilities and transformers' on the weights that it has now."""
+    rid = f"{name}-{epoch:04}"
     body = {
         "input_ids": PROMPT,
         "rid": rid,
@@ -222,9 +222,11 @@ async def main(args: argparse.Namespace) -> None:
     async with Driver(settled, run_dir) as driver, aiohttp.ClientSession() as http:
         await driver.until(lambda: next(iter(driver.find(EngineReady)), None), "EngineReady", timeout=400.0)
         refits = Refits(driver, model)
-        times, gaps = [], []
+        times, gaps, stale = [], [], []
         for epoch in range(1, args.refits + 1):
             refits.change(epoch)
+            if epoch > 1:
+                stale.append(await check(refits, http, epoch - 1, "stale"))
             times.append(await refits.load(epoch))
             gaps.append(await check(refits, http, epoch))
         refits.sender.close()
@@ -234,12 +236,14 @@ async def main(args: argparse.Namespace) -> None:
         "transport": args.transport,
         "bucket_mib": args.bucket_mib,
         "logprob_gap": max(gaps),
+        "stale_gap": min(stale),
         "median_ms": middle,
         "first_ms": times[0],
         "settings": settings(settled),
     }
     print(json.dumps(said), flush=True)
     assert max(gaps) < TOLERANCE, gaps
+    assert min(stale) > 3 * TOLERANCE, stale
 
 
 if __name__ == "__main__":

@@ -256,8 +256,9 @@ def test_an_abandoned_transfer_ends_at_once(sender: IpcSender, background: Threa
 
     sending = background.submit(send)
     begun.wait(FAR)
-    if joined:
-        Receiver(offer, Hello("engine-0", 1, 3)).next()
+    receiver = Receiver(offer, Hello("engine-0", 1, 3)) if joined else None
+    if receiver is not None:
+        receiver.next()
     while sender._attempt is None:
         time.sleep(0.001)
     sender.abandon(2)
