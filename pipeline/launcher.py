@@ -95,7 +95,12 @@ class Session:
         done = judge(self._config, self._view, {}, 0.0, 0.0) if self._resumed else None
         if done is not None and done.code is Exit.DONE:
             return self._farewell(done)
-        broker = self._broker()
+        try:
+            broker = self._broker()
+        except PipelineError:
+            if not self._resumed:
+                self._directory.withdraw()
+            raise
         cluster = self._processes()
         try:
             last = self._recover(broker, last)

@@ -103,6 +103,14 @@ class RunDir:
             raise PipelineError(f"run_dir={path or RUNS}: {error.strerror} ({error.filename})", Exit.USAGE) from error
         return made
 
+    def withdraw(self) -> None:
+        """The run was refused before it began: the directory may be used again, if only the driver wrote into it."""
+        written = set(os.listdir(self.path)) - {"lock", "config.yaml", "run.json", *FOLDERS}
+        if not written and not any(
+            set(os.listdir(self.path / folder)) - {"lock", "driver.jsonl"} for folder in FOLDERS
+        ):
+            (self.path / "run.json").unlink()
+
     @classmethod
     def open(cls, path: Path) -> RunDir:
         """An existing run's directory. Raises `PipelineError` if there is no run in it."""

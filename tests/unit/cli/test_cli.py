@@ -127,7 +127,7 @@ def test_a_run_directory_in_use_is_refused(tmp_path: Path) -> None:
     assert "is not empty" in result.output
 
 
-def test_an_unreachable_store_is_refused_within_its_deadline_without_its_password(tmp_path: Path) -> None:
+def test_an_unreachable_store_is_refused_in_time_without_its_password_and_leaves_no_run(tmp_path: Path) -> None:
     began = time.monotonic()
     done = process(
         ["up", "run_dir=run", "broker.start_deadline_s=1"], tmp_path, REDIS_URL="redis://me:hunter2@127.0.0.1:1/0"
@@ -136,9 +136,9 @@ def test_an_unreachable_store_is_refused_within_its_deadline_without_its_passwor
     assert "REDIS_URL=redis://me:***@127.0.0.1:1/0" in done.stderr
     assert "hunter2" not in done.stdout + done.stderr
     assert time.monotonic() - began < 30
-    malformed = process(["up", "run_dir=run2"], tmp_path, REDIS_URL="http://x")
+    malformed = process(["up", "run_dir=run"], tmp_path, REDIS_URL="http://x")
     assert malformed.returncode == Exit.BROKER
-    assert "Accepted forms: redis://" in malformed.stderr
+    assert "Accepted forms: redis://" in malformed.stderr, "the same command, corrected, is not refused as a second run"
 
 
 def test_a_stray_module_beside_the_caller_is_named(tmp_path: Path) -> None:

@@ -95,6 +95,21 @@ def test_an_unfinished_draft_of_a_run_can_be_used_again(tmp_path: Path) -> None:
     assert create(tmp_path / "run").info().name == "demo"
 
 
+@pytest.mark.parametrize(
+    ("written", "free"),
+    [(None, True), ("logs/driver.jsonl", True), ("logs/trainer.jsonl", False), ("broker.txt", False)],
+)
+def test_a_run_that_was_refused_gives_its_directory_back_unless_something_is_in_it(
+    tmp_path: Path, written: str | None, free: bool
+) -> None:
+    run = create(tmp_path / "run")
+    if written is not None:
+        (run / written).touch()
+    run.withdraw()
+    run.unlock()
+    assert (run / "run.json").exists() is not free
+
+
 def test_runs_are_found_by_path_by_name_and_by_being_newest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_run: Callable[..., RunDir]
 ) -> None:
