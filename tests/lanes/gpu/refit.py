@@ -47,7 +47,7 @@ FLAGS = (
     "--disable-piecewise-cuda-graph",
 )
 TOLERANCE = 0.15
-"""Of a log-probability whose logits, of 4 to 8, come in steps of 1/32 in bfloat16.."""
+"""Of a log-probability whose logits, of 4 to 8, come in steps of 1/32 in bfloat16."""
 
 
 def arguments() -> argparse.Namespace:
