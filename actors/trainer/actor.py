@@ -110,9 +110,10 @@ class TrainerShell:
             model_dir = models.resolve(config.model.source, models.cache_dir(), config.model.params)
         except models.ModelError as error:
             raise Fatal(f"model.source={config.model.source!r}: {error}") from error
-        self._policy = TorchPolicy(
-            model_dir, config.trainer, dtype=config.model.dtype, seed=config.seed, total_steps=config.steps
-        )
+        with uncollected():  # a model's own module is imported when it is made
+            self._policy = TorchPolicy(
+                model_dir, config.trainer, dtype=config.model.dtype, seed=config.seed, total_steps=config.steps
+            )
         if command.path is not None:
             try:
                 self._policy.load(Path(command.path))
