@@ -150,7 +150,10 @@ def _environment() -> Mapping[str, str]:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_DEDUP_LOGS": "0",
         "RAY_worker_niceness": "0",
-        "RAY_worker_maximum_startup_concurrency": "16",
+        # the trainer and the engines start first, a few at a time: they take longest to become useful
+        "RAY_enable_worker_prestart": "false",
+        "RAY_prestart_worker_first_driver": "false",
+        "RAY_worker_maximum_startup_concurrency": "4",
     }
 
 
