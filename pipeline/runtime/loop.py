@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from actors.recorder.ordering import number
 from contracts.core import Booted, Clock, Delivered, Entry, LeaseLost, Ref, Shell, Tick
 from contracts.envelope import STREAM_OF, WORK_STREAMS, ContractError, encode
 from contracts.envelope import decode as decode_envelope
@@ -279,8 +280,3 @@ class Runtime:
         if not task.cancelled() and task.exception() is not None and self._failure is None:
             self._failure = task.exception()
             self._arrived.set()
-
-
-def number(entry: str) -> int:
-    """Place of an entry in the run's log: ids are `<n>-0`."""
-    return int(entry.partition("-")[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from actors.recorder import ordering
 from pipeline.rebuild import Plan, plan
 from pipeline.simulate.store import MemoryStore, Pending
 
@@ -30,7 +31,7 @@ def filled(lost: MemoryStore, wanted: Plan, journals: dict[str, list[bytes]]) ->
     store.archived = dict(lost.archived)
     store.payloads = {key: lost.archived[key] for key in wanted.payloads}
     for entry in wanted.events:
-        number = int(entry.entry.partition("-")[0])
+        number = ordering.number(entry.entry)
         store.streams[entry.stream].entries.append((number, entry.data))
     for name, held in wanted.work.items():
         stream = store.streams[name]

@@ -9,6 +9,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 
+from actors.recorder import ordering
 from contracts.core import Entry
 from pipeline.bus import Commit, Committed, Fenced, Lease, LeaseLostError, RegisterStale, SequenceConflict, WorkEntry
 
@@ -108,7 +109,7 @@ class MemoryStore:
         for key in commit.releases:
             self.payloads.pop(key, None)
         for ack in commit.acks:
-            self.streams[ack.stream].pending.pop(_number(ack.entry), None)
+            self.streams[ack.stream].pending.pop(ordering.number(ack.entry), None)
         for position in commit.cursors:
             self.cursors[actor][position.stream] = position.entry
         self.journals[actor].extend(commit.journal)
@@ -124,7 +125,7 @@ class MemoryStore:
         return entry
 
     def _owner(self, lease: Lease) -> str | None:
-        held = self.streams[lease.stream].pending.get(_number(lease.entry))
+        held = self.streams[lease.stream].pending.get(ordering.number(lease.entry))
         return None if held is None else held.consumer
 
     def _owns(self, actor: str, lease: Lease) -> bool:
@@ -135,7 +136,7 @@ class MemoryStore:
         found = [
             (number, Entry(stream, f"{number}-0", data))
             for stream, cursor in cursors.items()
-            for number, data in self.streams[stream].after(_number(cursor))
+            for number, data in self.streams[stream].after(ordering.number(cursor))
         ]
         return [entry for _, entry in sorted(found, key=lambda item: item[0])]
 
@@ -181,7 +182,3 @@ class MemoryStore:
         for pending in self.streams[stream].pending.values():
             if pending.consumer == actor:
                 pending.since = self.now
-
-
-def _number(entry: str) -> int:
-    return int(entry.partition("-")[0])
