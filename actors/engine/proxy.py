@@ -64,6 +64,8 @@ class _Reply:
         self.ended = False
         self.error: str | None = None
         """Why a stream that had begun can't go on."""
+        self.cut: Callable[[], None] = lambda: None
+        """Cuts the caller off, so that nothing waits for it to read."""
         self._chunks: deque[bytes] = deque()
         self._size = 0
         self._news = asyncio.Event()
@@ -90,6 +92,7 @@ class _Reply:
         self.error = error
         self._chunks.clear()
         self._news.set()
+        self.cut()
 
     def end(self) -> None:
         self.ended = True
@@ -241,12 +244,14 @@ class Proxy:
         """Pass chunks on. A stream that breaks is cut, so that it can't be taken for a whole one."""
         response = web.StreamResponse(status=reply.status, headers=reply.headers)
         await response.prepare(request)
+        if request.transport is not None:
+            reply.cut = request.transport.abort
         while (chunk := await reply.next()) is not None:
             await response.write(chunk)
         if reply.error is None:
             await response.write_eof()
-        elif request.transport is not None:
-            request.transport.abort()
+        else:
+            reply.cut()
         return response
 
     def _ran(self, task: asyncio.Task[None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -258,13 +259,27 @@ async def test_a_caller_that_leaves_a_stream_has_its_request_aborted(bench: Benc
     await asyncio.wait_for(bench.proxy.idle(), 5)
 
 
+@pytest.fixture
+async def small_receiver() -> AsyncIterator[aiohttp.ClientSession]:
+    """A client whose kernel takes little, so that what it does not read soon blocks the sender."""
+
+    def small(info: aiohttp.AddrInfoType) -> socket.socket:
+        made = socket.socket(*info[:3])
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        return made
+
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(socket_factory=small)) as http:
+        yield http
+
+
 async def test_a_caller_that_does_not_read_holds_up_nobody_and_is_cut_off(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
+    bench: Bench, small_receiver: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(proxy_module, "BACKLOG_LIMIT", 2**20)
+    monkeypatch.setattr(proxy_module, "BACKLOG_LIMIT", 2**24)
+    bench.http = small_receiver
     async with streaming(bench) as response:
-        for _ in range(64):
-            bench.server.events.put_nowait(b"x" * 2**20)
+        for _ in range(128):
+            bench.server.events.put_nowait(b"x" * 2**18)
         await bench.server.came("/abort_request")
         await asyncio.wait_for(bench.proxy.idle(), 5)
         with pytest.raises(aiohttp.ClientError):
