@@ -56,10 +56,9 @@ class ProducerContract:
 
     def _check(self, check: Callable[[Any], Awaitable[None]]) -> None:
         async def bounded() -> None:
-            made = self.make()
-            producer = await made if inspect.isawaitable(made) else made
             async with asyncio.timeout(DEADLINE_S):
-                await check(producer)
+                made = self.make()
+                await check(await made if inspect.isawaitable(made) else made)
 
         asyncio.run(bounded())
 

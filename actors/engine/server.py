@@ -248,7 +248,7 @@ async def attach(url: str, deadline_s: float) -> Server:
     give_up_at = time.monotonic() + deadline_s
     client = HttpEngineClient(url.rstrip("/"))
     try:
-        while not await client.healthy(PROBE_DEADLINE_S):
+        while not await client.healthy(_probe_s(give_up_at)):
             if time.monotonic() >= give_up_at:
                 raise ServerError(f"the server at {url} (engine.urls) did not answer within {deadline_s:g} s")
             await asyncio.sleep(PROBE_S)
@@ -267,7 +267,7 @@ async def _ready(process: ServerProcess, label: str | None, deadline_s: float) -
                 raise ServerError(await process.ended())
             if client is None and (url := process.url()) is not None:
                 client = HttpEngineClient(url)
-            if client is not None and await _is_ready(client, label):
+            if client is not None and await _is_ready(client, label, _probe_s(give_up_at)):
                 return client
             await asyncio.sleep(PROBE_S)
         raise ServerError(
@@ -279,9 +279,14 @@ async def _ready(process: ServerProcess, label: str | None, deadline_s: float) -
         raise
 
 
-async def _is_ready(client: HttpEngineClient, label: str | None) -> bool:
+def _probe_s(give_up_at: float) -> float:
+    """How long one probe may take."""
+    return min(PROBE_DEADLINE_S, max(0.0, give_up_at - time.monotonic()))
+
+
+async def _is_ready(client: HttpEngineClient, label: str | None, timeout: float) -> bool:
     try:
-        answered = await client.weight_version(PROBE_DEADLINE_S)
+        answered = await client.weight_version(timeout)
     except CallError:
         return False
     return label is None or answered == label

@@ -185,7 +185,11 @@ class TrainerShell:
             reason = f"version {command.version} is not held any more (held: {held})"
             return TransferBroke(epoch=command.epoch, phase="offer", error="VersionGone", reason=reason)
         try:
-            offer = await asyncio.to_thread(self._sender.offer, tensors)
+            async with asyncio.timeout(command.timeout):
+                offer = await asyncio.to_thread(self._sender.offer, tensors)
+        except TimeoutError:
+            reason = f"the copy was not ready in {command.timeout:.3g} s"
+            return TransferBroke(epoch=command.epoch, phase="offer", error="Deadline", reason=reason)
         except TransferError as error:
             return self._broke(command.epoch, error)
         return Offered(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import torch
 from torch import Tensor
 from torch.distributed import AllreduceOptions, ProcessGroup, ReduceOp
@@ -9,13 +11,17 @@ from torch.distributed import AllreduceOptions, ProcessGroup, ReduceOp
 from actors.trainer import losses
 from actors.trainer.packing import Microbatch
 
+RANK_WAIT = timedelta(minutes=10)
+"""Longest wait for the other ranks of the trainer, who may still compute their part of a step."""
+
 
 def all_reduce(tensor: Tensor, ranks: ProcessGroup | None, operation: ReduceOp.RedOpType = ReduceOp.SUM) -> None:
     """Combine `tensor` over `ranks` in place; alone, it stays as it is."""
     if ranks is not None:
         options = AllreduceOptions()
         options.reduceOp = ReduceOp(operation)
-        ranks.allreduce([tensor], options).wait()
+        options.timeout = RANK_WAIT
+        ranks.allreduce([tensor], options).wait(RANK_WAIT)
 
 
 MEANS = (
