@@ -33,7 +33,6 @@ from actors.gateway.state import (
     Reply,
     State,
     gate,
-    held,
 )
 from actors.gateway.tokens import ModelFilesError, Tokens
 from actors.gateway.upstream import AnswerError, Draft, Job, absorb, body, rids
@@ -62,11 +61,23 @@ class Entry:
 
 
 class Flight:
-    """A call in flight."""
+    """A call in flight, in the task that performs it. `over` is done when it has ended."""
 
-    def __init__(self, call: Call, post: asyncio.Task[Answered | CallFailed]) -> None:
+    def __init__(self, call: Call) -> None:
         self.call = call
-        self.post = post
+        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.was_cut = False
+        self._task = asyncio.current_task()
+
+    def cut(self) -> None:
+        """Close the connection: the call fails."""
+        if self._task is not None and not self.was_cut and not self.over.done():
+            self.was_cut = True
+            self._task.cancel()
+
+    def rescue(self) -> bool:
+        """Whether the cancellation that was caught was ours, and is taken back."""
+        return self.was_cut and self._task is not None and self._task.uncancel() == 0
 
 
 class GatewayShell:
@@ -88,6 +99,7 @@ class GatewayShell:
         self._tokens = await asyncio.to_thread(self._load_tokens)
         self._engines = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
+            cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
         )
         longest = min(self._tokens.context, self._config.engine.max_total_tokens)
@@ -120,7 +132,7 @@ class GatewayShell:
         if self._server is not None:
             await self._server.close()
         for flight in self._flights.values():
-            flight.post.cancel()
+            flight.cut()
         if self._engines is not None:
             await self._engines.close()
 
@@ -179,7 +191,7 @@ class GatewayShell:
             "version": None if committed is None else committed.version,
             "requests": len(state.requests),
             "in_flight": sum(len(call.samples) for call in state.calls.values()),
-            "held": len(held(state)),
+            "held": len(state.waiting),
         }
 
     # --- engines -----------------------------------------------------------------------------------------------------
@@ -188,14 +200,16 @@ class GatewayShell:
         entry = self._entries.get(call.request)
         if entry is None:
             return CallFailed(call.call, "infra", "the caller left")
-        post = asyncio.create_task(self._post(call, entry))
-        self._flights[call.call] = Flight(call, post)
+        flight = self._flights[call.call] = Flight(call)
         try:
-            await asyncio.wait((post,))
+            return await self._post(call, entry)
+        except asyncio.CancelledError:
+            if not flight.rescue():
+                raise
+            return CallFailed(call.call, "infra", "it was cut off")
         finally:
-            post.cancel()
             del self._flights[call.call]
-        return CallFailed(call.call, "infra", "it was cut off") if post.cancelled() else post.result()
+            flight.over.set_result(None)
 
     async def _post(self, call: Call, entry: Entry) -> Answered | CallFailed:
         headers = {
@@ -228,13 +242,13 @@ class GatewayShell:
             return
         pause = ABORT_EVERY_S
         clock = self._context.clock
-        while not flight.post.done() and (left := command.deadline_at - clock.now()) > 0:
+        while not flight.over.done() and (left := command.deadline_at - clock.now()) > 0:
             abort = asyncio.create_task(self._post_abort(flight.call.url, flight.call.rid))
-            await asyncio.wait((abort, flight.post), timeout=left, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((abort, flight.over), timeout=left, return_when=asyncio.FIRST_COMPLETED)
             abort.cancel()
-            await asyncio.wait((flight.post,), timeout=min(pause, left))
+            await asyncio.wait((flight.over,), timeout=min(pause, left))
             pause = min(2 * pause, ABORT_EVERY_MAX_S)
-        flight.post.cancel()
+        flight.cut()
 
     async def _post_abort(self, url: str, prefix: str) -> None:
         """Ask once; what becomes of the call tells whether it helped."""

@@ -32,15 +32,18 @@ from actors.gateway.state import (
     Listening,
     Refuse,
     Reply,
-    Request,
     State,
+    arrived,
     boot_prefix,
     cause_of,
+    ended,
     gate,
-    held,
+    gone,
     load_of,
+    loaded,
     reachable,
     rid_prefix,
+    without,
 )
 from config.schema import GatewayConfig, RefitConfig
 from contracts.core import Booted, Delivered, Emit
@@ -96,10 +99,10 @@ class GatewayCore:
         return state.stopping and not state.requests and not state.calls
 
     def wake(self, state: State) -> float | None:
-        times = [request.deadline_at for request in state.requests.values()]
+        times = [] if state.expire_at is None else [state.expire_at]
         if state.drain and any(not call.aborting for call in state.calls.values()):
             times.append(state.drain.abort_at)
-        if gate(state) == "open" and held(state):
+        if gate(state) == "open" and state.waiting:
             times += [state.avoided[m.actor].until for m in reachable(state) if m.actor in state.avoided]
         return min(times, default=None)
 
@@ -115,8 +118,7 @@ class GatewayCore:
             case Delivered():
                 return self._event(state, input.envelope.body, now)
             case Arrived():
-                request = Request(input.session, input.deadline_at, tuple(range(input.n)), now)
-                return _replace(state, requests={**state.requests, input.request: request}), []
+                return arrived(state, input, now), []
             case Answered() if input.call in state.calls:
                 return self._answered(state, input, now)
             case CallFailed() if input.call in state.calls:
@@ -136,7 +138,7 @@ class GatewayCore:
             case RefitCommitted() if event.epoch > (state.committed.epoch if state.committed else 0):
                 return self._committed(state, event, now)
             case EngineReady():
-                avoided = _without(state.avoided, event.engine)
+                avoided = without(state.avoided, event.engine)
                 addresses = {**state.addresses, event.engine: Address(event.boot, event.url)}
                 return _replace(state, addresses=addresses, avoided=avoided), []
             case EngineQuarantined():
@@ -163,6 +165,9 @@ class GatewayCore:
             ghosts=ghosts,
             requests={},
             calls={},
+            waiting=(),
+            expire_at=None,
+            loads={},
             sessions={},
             avoided={},
             stopping=False,
@@ -193,26 +198,24 @@ class GatewayCore:
         return state, commands
 
     def _answered(self, state: State, input: Answered, now: float) -> Outcome:
-        call = state.calls[input.call]
-        state = _replace(state, calls=_without(state.calls, input.call))
+        state, call = ended(state, input.call)
         unfinished = [part for part in input.parts if part.finish == "abort"]
         unasked = bool(unfinished) and not call.aborting
         if unasked:
             state = _avoid(state, call.engine, now)
         elif not call.aborting:
-            state = _replace(state, avoided=_without(state.avoided, call.engine))
+            state = _replace(state, avoided=without(state.avoided, call.engine))
         if unfinished:
             charged = unasked and not any(part.tokens for part in unfinished)
             samples = tuple(part.sample for part in unfinished)
             return self._again(state, call, samples, now, "it aborts what nobody asked it to" if charged else "")
         if call.request not in state.requests:
             return state, []
-        request = state.requests[call.request]
-        return _replace(state, requests=_without(state.requests, call.request)), [Reply(call.request, request.held_s)]
+        held_s = state.requests[call.request].held_s
+        return gone(state, call.request), [Reply(call.request, held_s)]
 
     def _failed(self, state: State, input: CallFailed, now: float) -> Outcome:
-        call = state.calls[input.call]
-        state = _replace(state, calls=_without(state.calls, input.call))
+        state, call = ended(state, input.call)
         if input.kind == "data":
             return _refuse(state, call, "data", input.reason)
         if not call.aborting:
@@ -229,13 +232,19 @@ class GatewayCore:
         if failures > self._retries:
             return _refuse(state, call, "infra", f"{failures} calls failed, the last one so: {fault}")
         request = _replace(old, pending=samples, call=None, held_since=now, failures=failures)
-        interrupted = state.interrupted + call.drained
-        return _replace(state, requests={**state.requests, call.request: request}, interrupted=interrupted), []
+        return _replace(
+            state,
+            requests={**state.requests, call.request: request},
+            waiting=tuple(sorted((*state.waiting, call.request))),
+            interrupted=state.interrupted + call.drained,
+        ), []
 
     # --- after every input -------------------------------------------------------------------------------------------
 
     def _expire(self, state: State, now: float) -> Outcome:
         commands: list[Any] = []
+        if state.expire_at is None or now < state.expire_at:
+            return state, commands
         for number, request in state.requests.items():
             if now >= request.deadline_at:
                 if request.call is not None:
@@ -245,7 +254,8 @@ class GatewayCore:
                 commands.append(Refuse(number, "timeout", f"the deadline passed while {where}"))
                 state, more = _leave(state, number, now + self._grace)
                 commands += more
-        return state, commands
+        expire_at = min((request.deadline_at for request in state.requests.values()), default=None)
+        return _replace(state, expire_at=expire_at), commands
 
     def _drain(self, state: State, now: float) -> Outcome:
         if state.drain is None or now < state.drain.abort_at:
@@ -253,13 +263,13 @@ class GatewayCore:
         return _abort(state, tuple(state.calls), state.drain.end_at, drained=True)
 
     def _dispatch(self, state: State, now: float) -> Outcome:
-        if gate(state) != "open" or not (waiting := held(state)):
+        if gate(state) != "open" or not state.waiting or not (load := load_of(state, now)):
             return state, []
         requests, calls, sessions = dict(state.requests), dict(state.calls), dict(state.sessions)
-        load = load_of(state, now)
+        loads = state.loads
         commands: list[Any] = []
         last = state.last_call
-        for number in waiting if load else ():
+        for number in state.waiting:
             request = requests[number]
             engine = sessions.get(request.session, "")
             if engine not in load:
@@ -271,8 +281,11 @@ class GatewayCore:
                 request, pending=(), call=last, held_s=request.held_s + now - request.held_since
             )
             load[engine] += len(request.pending)
+            loads = loaded(loads, engine, len(request.pending))
             _remember(sessions, request.session, engine)
-        return _replace(state, requests=requests, calls=calls, sessions=sessions, last_call=last), commands
+        return _replace(
+            state, requests=requests, calls=calls, waiting=(), loads=loads, sessions=sessions, last_call=last
+        ), commands
 
     def _call(self, state: State, call: int, number: int, engine: str) -> Call:
         assert state.committed is not None
@@ -297,7 +310,7 @@ class GatewayCore:
             epoch=state.epoch,
             gateway=self._actor,
             boot=state.boot,
-            held=len(held(state)),
+            held=len(state.waiting),
             interrupted=state.interrupted,
             seconds=now - state.drain.since,
         )
@@ -309,14 +322,14 @@ class GatewayCore:
         if gate(state) == "closing" and state.drain:
             cause = f"{len(state.calls)} calls must end before the refit of epoch {state.epoch}"
             wanted["drain"] = (cause, state.drain.end_at)
-        if waiting := held(state):
+        if state.waiting:
             on = "engine" if gate(state) == "open" else "refit"
-            wanted[on] = (cause_of(state), min(state.requests[number].deadline_at for number in waiting))
-        ended = [on for on in state.waits if on not in wanted]
+            wanted[on] = (cause_of(state), min(state.requests[number].deadline_at for number in state.waiting))
+        over = [on for on in state.waits if on not in wanted]
         started = [on for on in wanted if on not in state.waits]
-        if not ended and not started:
+        if not over and not started:
             return state, []
-        commands = [Emit(WaitEnded(actor=self._actor, on=on, seconds=now - state.waits[on])) for on in ended]
+        commands = [Emit(WaitEnded(actor=self._actor, on=on, seconds=now - state.waits[on])) for on in over]
         for on in started:
             cause, deadline_at = wanted[on]
             commands.append(Emit(WaitStarted(actor=self._actor, on=on, cause=cause, deadline_at=deadline_at)))
@@ -324,10 +337,6 @@ class GatewayCore:
 
 
 # --- parts of a step -------------------------------------------------------------------------------------------------
-
-
-def _without(mapping: dict[Any, Any], key: Any) -> dict[Any, Any]:
-    return {name: value for name, value in mapping.items() if name != key} if key in mapping else mapping
 
 
 def _remember(sessions: dict[str, str], session: str, engine: str) -> None:
@@ -348,8 +357,7 @@ def _abort(state: State, numbers: Iterable[int], deadline_at: float, drained: bo
 def _leave(state: State, number: int, deadline_at: float) -> Outcome:
     """Forget a request; its call stays counted until it ends."""
     call = state.requests[number].call
-    state = _replace(state, requests=_without(state.requests, number))
-    return _abort(state, () if call is None else (call,), deadline_at)
+    return _abort(gone(state, number), () if call is None else (call,), deadline_at)
 
 
 def _forget(state: State, engine: str, boot: int) -> State:
@@ -357,7 +365,7 @@ def _forget(state: State, engine: str, boot: int) -> State:
     address = state.addresses.get(engine)
     if address is None or address.boot > boot:
         return state
-    return _replace(state, addresses=_without(state.addresses, engine))
+    return _replace(state, addresses=without(state.addresses, engine))
 
 
 def _lose(state: State, engine: str, boot: int, now: float) -> Outcome:
@@ -381,4 +389,4 @@ def _refuse(state: State, call: InFlight, kind: FailKind, reason: str) -> Outcom
     if call.request not in state.requests:
         return state, []
     refusal = Refuse(call.request, kind, f"{call.engine}: {reason}")
-    return _replace(state, requests=_without(state.requests, call.request)), [refusal]
+    return gone(state, call.request), [refusal]

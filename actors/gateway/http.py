@@ -83,6 +83,15 @@ class Server:
         self._episodes = Episodes(config.max_episodes, clock.now)
         self._chat = Chat(tokens, context, config, clock, submit, self._episodes)
         app = web.Application(client_max_size=config.max_body_mib * 2**20)
+        # The first that fits is taken, so what is asked most comes first.
+        for base in ("/v1", "/episodes/{episode}/v1"):
+            app.add_routes(
+                [
+                    web.post(f"{base}/chat/completions", self._chat_completions),
+                    web.post(f"{base}/responses", self._responses),
+                    web.get(f"{base}/models", self._models),
+                ]
+            )
         app.add_routes(
             [
                 web.post("/generate", self._generate),
@@ -92,14 +101,6 @@ class Server:
                 web.get("/status", self._report),
             ]
         )
-        for base in ("/v1", "/episodes/{episode}/v1"):
-            app.add_routes(
-                [
-                    web.post(f"{base}/chat/completions", self._chat_completions),
-                    web.post(f"{base}/responses", self._responses),
-                    web.get(f"{base}/models", self._models),
-                ]
-            )
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
 
     async def start(self, host: str, patient: bool) -> str:

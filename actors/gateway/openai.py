@@ -79,13 +79,11 @@ class ResponsesForm(_Common, frozen=True, kw_only=True):
 
 
 Form = ChatForm | ResponsesForm
-_chats = msgspec.json.Decoder(ChatForm)
-_responses = msgspec.json.Decoder(ResponsesForm)
 
 
 def read_chat(data: bytes) -> tuple[ChatForm, Ask]:
     """A chat request. Raises `DataProblem` naming the field."""
-    form, raw = _read(_chats, data)
+    form, raw = _read(ChatForm, data)
     if not form.messages:
         raise DataProblem("messages is empty")
     tools = _offered(form.tools, raw)
@@ -98,7 +96,7 @@ def read_chat(data: bytes) -> tuple[ChatForm, Ask]:
 
 def read_responses(data: bytes) -> tuple[ResponsesForm, Ask]:
     """A request to the Responses API. Raises `DataProblem` naming the field."""
-    form, raw = _read(_responses, data)
+    form, raw = _read(ResponsesForm, data)
     messages = _messages(form)
     if not messages:
         raise DataProblem("input is empty")
@@ -106,10 +104,10 @@ def read_responses(data: bytes) -> tuple[ResponsesForm, Ask]:
     return form, _ask(form, messages, tools, form.max_output_tokens, 1)
 
 
-def _read(decoder: Any, data: bytes) -> tuple[Any, dict[str, Any]]:
+def _read(kind: Any, data: bytes) -> tuple[Any, dict[str, Any]]:
     try:
         raw = msgspec.json.decode(data)
-        form = decoder.decode(data)
+        form = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise DataProblem(str(error)) from error
     except msgspec.DecodeError as error:

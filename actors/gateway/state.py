@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from contracts.events import Member
+
+replace = msgspec.structs.replace
 
 Finish = Literal["stop", "length", "abort"]
 FailKind = Literal["infra", "data", "timeout"]
@@ -163,7 +165,9 @@ class State(msgspec.Struct, frozen=True):
     """`epoch` is the newest epoch heard of, `acked` the last one reported closed by this boot.
 
     `current`: this boot has read the log up to its own start, so that no older refit can be news to it. `ghosts`:
-    earlier boots whose calls may still run on an engine.
+    earlier boots whose calls may still run on an engine. What follows from `requests` and `calls` is kept beside them,
+    so that a step costs the same however many there are: `waiting`, the requests with samples to send in order of
+    arrival; `expire_at`, no later than any deadline; `loads`, samples in flight by engine.
     """
 
     boot: int = 0
@@ -177,6 +181,9 @@ class State(msgspec.Struct, frozen=True):
     avoided: dict[str, Avoided] = {}
     requests: dict[int, Request] = {}
     calls: dict[int, InFlight] = {}
+    waiting: tuple[int, ...] = ()
+    expire_at: float | None = None
+    loads: dict[str, int] = {}
     last_call: int = 0
     sessions: dict[str, str] = {}
     ghosts: tuple[int, ...] = ()
@@ -196,11 +203,6 @@ def gate(state: State) -> Literal["open", "closing", "closed"]:
     return "closing" if state.calls else "closed"
 
 
-def held(state: State) -> list[int]:
-    """Requests with samples to send, in order of arrival."""
-    return [number for number, request in state.requests.items() if request.pending]
-
-
 def reachable(state: State) -> Iterator[Member]:
     """Members of the last commit whose address is known."""
     for member in state.committed.engines if state.committed else ():
@@ -215,11 +217,16 @@ def load_of(state: State, now: float) -> dict[str, int]:
     for member in reachable(state):
         avoided = state.avoided.get(member.actor)
         if avoided is None or now >= avoided.until:
-            load[member.actor] = 0
-    for call in state.calls.values():
-        if call.engine in load:
-            load[call.engine] += len(call.samples)
+            load[member.actor] = state.loads.get(member.actor, 0)
     return load
+
+
+def loaded(loads: dict[str, int], engine: str, samples: int) -> dict[str, int]:
+    """`loads` with `samples` more, or fewer, in flight on `engine`."""
+    changed = {**loads, engine: loads.get(engine, 0) + samples}
+    if not changed[engine]:
+        del changed[engine]
+    return changed
 
 
 def cause_of(state: State) -> str:
@@ -242,3 +249,40 @@ def rid_prefix(gateway: str, boot: int, call: int) -> str:
 def rid(prefix: str, sample: int) -> str:
     """The id of one sample's request in the call with this prefix."""
     return f"{prefix}{sample:04d}"
+
+
+# --- changes ---------------------------------------------------------------------------------------------------------
+
+
+def without(mapping: dict[Any, Any], key: Any) -> dict[Any, Any]:
+    """`mapping` without `key`, if it has it."""
+    if key not in mapping:
+        return mapping
+    copy = mapping.copy()
+    del copy[key]
+    return copy
+
+
+def arrived(state: State, input: Arrived, now: float) -> State:
+    """A request waits for its first call."""
+    request = Request(input.session, input.deadline_at, tuple(range(input.n)), now)
+    return replace(
+        state,
+        requests={**state.requests, input.request: request},
+        waiting=(*state.waiting, input.request),
+        expire_at=input.deadline_at if state.expire_at is None else min(state.expire_at, input.deadline_at),
+    )
+
+
+def ended(state: State, number: int) -> tuple[State, InFlight]:
+    """Forget a call; its engine is free of it."""
+    call = state.calls[number]
+    loads = loaded(state.loads, call.engine, -len(call.samples))
+    return replace(state, calls=without(state.calls, number), loads=loads), call
+
+
+def gone(state: State, number: int) -> State:
+    """Forget a request."""
+    waiting = tuple(other for other in state.waiting if other != number) if number in state.waiting else state.waiting
+    requests = without(state.requests, number)
+    return replace(state, requests=requests, waiting=waiting, expire_at=state.expire_at if requests else None)

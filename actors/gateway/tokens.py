@@ -24,7 +24,7 @@ Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
 
 LARGE = 32_768
-"""Characters from which a text is tokenised in a thread."""
+"""Characters from which a text is rendered and tokenised in a thread."""
 
 MARK = "q7Zk1xW9answerT4vB8"
 """Stands in for an answer while what follows it is rendered: letters and digits, which no template changes."""
@@ -73,14 +73,14 @@ class Tokens:
         without a chat template or if it refuses the messages.
         """
         if not prefix:
-            text = await asyncio.to_thread(self._render, messages, tools, template)
+            text = await self._rendered(messages, self._render, messages, tools, template)
             return await _threaded(len(text), self._encode, text, False)
         if not 1 <= carried < len(messages) or messages[carried - 1].get("role") != "assistant":
             raise DataProblem(
                 f"carried={carried} of {len(messages)} messages: it counts those that prefix_ids hold, of which the "
                 "last is the assistant's, and something must follow"
             )
-        following = await asyncio.to_thread(self._following, messages, carried, tools, template)
+        following = await self._rendered(messages, self._following, messages, carried, tools, template)
         text = self._behind(prefix[-1], following)
         return [*prefix, *await _threaded(len(text), self._encode, text, False)]
 
@@ -97,6 +97,11 @@ class Tokens:
         if ids and not (min(ids) >= 0 and max(ids) < self.vocabulary):
             at = next(k for k, token in enumerate(ids) if not 0 <= token < self.vocabulary)
             raise DataProblem(f"{name}[{at}] is {ids[at]}, the vocabulary has ids 0 to {self.vocabulary - 1}")
+
+    async def _rendered(self, messages: Messages, render: Any, *args: Any) -> str:
+        """In a thread if it takes long: the first time, and for a long conversation."""
+        size = LARGE + 1 if self._chat is None else sum(_size(message) for message in messages)
+        return await _threaded(size, render, *args)
 
     def _encode(self, text: str, begin: bool) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=begin).ids
@@ -147,6 +152,12 @@ class Tokens:
 
                 self._chat = PreTrainedTokenizerFast.from_pretrained(str(self._directory), local_files_only=True)
             return self._chat
+
+
+def _size(message: Mapping[str, Any]) -> int:
+    """Characters of a message, roughly; what is not plain text counts as long."""
+    content = message.get("content")
+    return len(content) if isinstance(content, str) else 0 if content is None else LARGE
 
 
 def _templated(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -144,6 +144,22 @@ def _check(answer: _Answer, sample: int, room: int, vocabulary: int) -> tuple[li
         raise AnswerError(f"{where}: {len(ids)} tokens, at most {room} were asked for")
     if not ids and finish != "abort":
         raise AnswerError(f"{where}: no token, and finish_reason {finish}")
+    scored, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
+    if ids and not (ids == scored and min(ids) >= 0 and max(ids) < vocabulary and _proper(logprobs)):
+        _blame(where, ids, entries, vocabulary)
+    return ids, cast(list[float], logprobs), finish
+
+
+def _proper(logprobs: list[float | None]) -> bool:
+    """Whether all are finite and <= 0. One that isn't makes the sum of all no number, infinite or unknown."""
+    if None in logprobs:
+        return False
+    found = cast(list[float], logprobs)
+    return math.isfinite(sum(found)) and max(found) <= 0.0
+
+
+def _blame(where: str, ids: list[int], entries: list[tuple[float | None, int, Any]], vocabulary: int) -> None:
+    """Raises `AnswerError` naming the first token that is wrong."""
     for at, (token, (logprob, scored, _)) in enumerate(zip(ids, entries, strict=True)):
         if not 0 <= token < vocabulary:
             raise AnswerError(f"{where}: token {token} at {at} is not in the vocabulary of {vocabulary}")
@@ -151,7 +167,6 @@ def _check(answer: _Answer, sample: int, room: int, vocabulary: int) -> tuple[li
             raise AnswerError(f"{where}: token {token} at {at} has the logprob of token {scored}")
         if logprob is None or not math.isfinite(logprob) or logprob > 0.0:
             raise AnswerError(f"{where}: logprob {logprob} at {at} is not a finite number <= 0")
-    return ids, [entry[0] for entry in entries if entry[0] is not None], finish
 
 
 def _settled(finish: Finish, draft: Draft, job: Job) -> Finish:

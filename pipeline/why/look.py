@@ -143,7 +143,7 @@ class Look:
     def held(self) -> int | None:
         """Requests that gateways hold back; None if no gateway can be looked into."""
         states = [state for _, state in self.gateways()]
-        return sum(len(gateway.held(state)) for state in states) if states else None
+        return sum(len(state.waiting) for state in states) if states else None
 
     def running(self) -> int | None:
         """Samples that collectors are rolling out; None if no collector can be looked into."""

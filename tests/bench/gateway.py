@@ -1,10 +1,15 @@
 """Requests a second through the gateway, as a share of what calling its engine directly gives, in one run.
 
-    python -m tests.bench.gateway [--seconds 5] [--episodes 64 512] [--answer-s 2 0]
+    python -m tests.bench.gateway [--seconds 5] [--episodes 64 512] [--answer 2:0.5 2:0 0:0] [--profile DIR]
 
-A fake engine in a process of its own answers 256 tokens with their logprobs after --answer-s: 2 is a fast engine, 128
-tokens a second for every sequence; 0 leaves nothing but the cost of the way there: JSON, tokens, checks, the core's
-steps, two hops instead of one. Each caller has one request in flight. `native` is POST /generate, `chat` a whole
+A fake engine in a process of its own answers 256 tokens with their logprobs. `--answer S:SHARE`: after S seconds, give
+or take SHARE of them. 2 s is a fast engine, 128 tokens a second for every sequence. 2:0.5 is what a batch of answers
+looks like, which do not end at one moment; 2:0 keeps all callers in step, so that they come in bursts as large as their
+number; 0:0 leaves nothing but the cost of the way there: JSON, tokens, checks, the core's steps and their commits, two
+hops instead of one. `*_cpu_ms` is what the gateway's process computes a turn, whatever else the machine does.
+
+Callers are in this process, one request in flight each over a connection of its own, on every way alike. The gateway
+runs in a process of its own under the real runtime, with a real store. `native` is POST /generate, `chat` a whole
 episode of one turn: open, /v1/chat/completions, finish.
 """
 
@@ -12,8 +17,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import cProfile
 import json
 import multiprocessing
+import os
+import random
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -23,23 +32,35 @@ from typing import Any
 
 import aiohttp
 import msgspec
+import structlog
 from aiohttp import web
+
+from actors.gateway.actor import build
+from config.schema import BrokerConfig, EngineConfig, GatewayConfig, ModelConfig, RunConfig
+from contracts.envelope import STREAM_OF, Envelope, decode, encode
+from contracts.events import EngineReady, GatewayReady, Member, RefitCommitted
+from pipeline.broker import choose
+from pipeline.bus import Bus
+from pipeline.runtime.clock import WallClock
+from pipeline.runtime.loop import Runtime
+from tests.unit.gateway.agents import write_chat_model
 
 ANSWER, PROMPT = 256, 64
 
 
-def serve_engine(pipe: Connection, answer_s: float) -> None:
-    """An engine whose every answer is the same `ANSWER` tokens, encoded once, after `answer_s`."""
+def serve_engine(pipe: Connection, answer_s: float, spread: float) -> None:
+    """An engine whose every answer is the same `ANSWER` tokens, encoded once, after `answer_s` (1 ± `spread`)."""
     ids = [3 + k % 50 for k in range(ANSWER)]
     meta = {
         "finish_reason": {"type": "length", "length": ANSWER},
         "output_token_logprobs": [[-0.1 - k / 1000, token, None] for k, token in enumerate(ids)],
     }
     answer = msgspec.json.encode({"output_ids": ids, "meta_info": meta})
+    draws = random.Random(0)
 
     async def generate(request: web.Request) -> web.Response:
         msgspec.json.decode(await request.read())
-        await asyncio.sleep(answer_s)
+        await asyncio.sleep(answer_s * draws.uniform(1 - spread, 1 + spread))
         return web.Response(body=answer, content_type="application/json", headers={"x-sluice-boot": "1"})
 
     async def main() -> None:
@@ -47,39 +68,67 @@ def serve_engine(pipe: Connection, answer_s: float) -> None:
         app.add_routes([web.post("/generate", generate)])
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
         pipe.send(f"http://127.0.0.1:{runner.addresses[0][1]}")
         await asyncio.Event().wait()
 
     asyncio.run(main())
 
 
-def serve_gateway(pipe: Connection, engine: str) -> None:
-    """The gateway's real shell and core; the runtime's store is left out, as it is no part of the way."""
-    from actors.gateway.actor import build
-    from config.schema import EngineConfig, GatewayConfig, ModelConfig, RunConfig
-    from contracts.events import EngineReady, Member, RefitCommitted
-    from tests.unit.gateway.agents import write_chat_model
-    from tests.unit.gateway.conftest import Host
+def serve_gateway(pipe: Connection, engine: str, profile: str | None) -> None:
+    """The gateway as it runs: shell, core, runtime and store."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(40))
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        directory = Path(folder)
+        broker = stack.enter_context(choose({"PATH": os.defpath}, directory, BrokerConfig()))
+        profiler = cProfile.Profile(time.thread_time) if profile else None
+        if profiler:
+            profiler.enable()
+        try:
+            asyncio.run(_serve_gateway(pipe, engine, directory, broker.url))
+        finally:
+            if profiler:
+                profiler.disable()
+                profiler.dump_stats(f"{profile}/gateway-{os.getpid()}.prof")
 
-    async def main() -> None:
-        with tempfile.TemporaryDirectory() as directory:
-            model = write_chat_model(Path(directory))
-            config = RunConfig(
-                model=ModelConfig(source=str(model)),
-                engine=EngineConfig(max_total_tokens=100_000),
-                gateway=GatewayConfig(max_episodes=10_000),
-            )
-            host = await Host(build(config, "gateway-0")).start()
-            host.feed(EngineReady(engine="engine-0", boot=1, url=engine, ranks=1, seconds=0.0))
-            members = (Member("engine-0", 1),)
-            host.feed(RefitCommitted(
-                epoch=1, version=1, step=1, engines=members, world_size=2, pause_s=0, drain_s=0, transfer_s=0, bytes=0,
-            ))  # fmt: skip
-            pipe.send(host.url)
-            await asyncio.Event().wait()
 
-    asyncio.run(main())
+async def _serve_gateway(pipe: Connection, engine: str, directory: Path, store: str) -> None:
+    config = RunConfig(
+        model=ModelConfig(source=str(write_chat_model(directory / "model"))),
+        engine=EngineConfig(max_total_tokens=100_000),
+        gateway=GatewayConfig(max_episodes=10_000),
+    )
+    bus = await Bus.connect(store, "bench", actor="gateway-0")
+    log = structlog.get_logger()
+    runtime = Runtime(build(config, "gateway-0"), bus, "bench", "gateway-0", config, str(directory), WallClock(), log)
+    running = asyncio.create_task(runtime.run())
+    committed = RefitCommitted(
+        epoch=1, version=1, step=1, engines=(Member("engine-0", 1),), world_size=2, pause_s=0, drain_s=0,
+        transfer_s=0, bytes=0,
+    )  # fmt: skip
+    for event in (EngineReady(engine="engine-0", boot=1, url=engine, ranks=1, seconds=0.0), committed):
+        await post_event(bus, event)
+    cursor = "0-0"
+    while True:
+        for entry in await bus.read_after({"fleet": cursor}, count=16, block_ms=1000):
+            cursor, event = entry.entry, decode("fleet", entry.data).body
+            if isinstance(event, GatewayReady):
+                pipe.send(event.url)
+        if running.done():
+            running.result()
+        if pipe.poll():
+            running.cancel()
+            await asyncio.wait((running,))
+            return
+
+
+async def post_event(bus: Bus, event: Any) -> None:
+    stream = STREAM_OF[type(event)]
+    envelope = Envelope(
+        id=f"bench:{stream}", run="bench", stream=stream, actor="bench", boot=1, epoch=0, wall_ns=0, mono_ns=0,
+        body=event,
+    )  # fmt: skip
+    await bus.post(stream, encode(envelope))
 
 
 Ask = Callable[[aiohttp.ClientSession, int, int], Awaitable[None]]
@@ -126,8 +175,14 @@ def chat(url: str) -> Ask:
     return ask
 
 
-async def rate(ask: Ask, callers: int, seconds: float) -> float:
-    """Turns a second of `callers` that each ask again as soon as they have their answer."""
+def computed_s(pid: int) -> float:
+    """Seconds of CPU that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+async def rate(ask: Ask, callers: int, seconds: float) -> tuple[float, int]:
+    """Turns a second of `callers` that each ask again as soon as they have their answer, and turns in all."""
     connector = aiohttp.TCPConnector(limit=0)
     done = 0
     async with aiohttp.ClientSession(connector=connector) as session:
@@ -143,28 +198,35 @@ async def rate(ask: Ask, callers: int, seconds: float) -> float:
                 done += 1
 
         await asyncio.gather(*(loop(caller) for caller in range(callers)))
-        return done / (time.perf_counter() - started)
+        return round(done / (time.perf_counter() - started), 1), done + callers
 
 
-def begin(target: Any, *args: Any) -> tuple[Any, str]:
+def begin(target: Any, *args: Any) -> tuple[Any, Connection, str]:
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=target, args=(theirs, *args), daemon=True)
     process.start()
     if not ours.poll(120):
         raise TimeoutError(f"{target.__name__} did not start")
-    return process, ours.recv()
+    return process, ours, ours.recv()
 
 
-def measure(answer_s: float, episodes: list[int], seconds: float) -> None:
-    engine, engine_url = begin(serve_engine, answer_s)
-    gateway, gateway_url = begin(serve_gateway, engine_url)
+def measure(answer_s: float, spread: float, asked: argparse.Namespace) -> None:
+    engine, _, engine_url = begin(serve_engine, answer_s, spread)
+    gateway, pipe, gateway_url = begin(serve_gateway, engine_url, asked.profile)
     ways = {"direct": direct(engine_url), "native": native(gateway_url), "chat": chat(gateway_url)}
     try:
-        for callers in episodes:
-            rates = {name: asyncio.run(rate(ask, callers, seconds + 2 * answer_s)) for name, ask in ways.items()}
-            row = {f"{name}_per_s": round(value, 1) for name, value in rates.items()}
-            ratios = {f"{name}_ratio": round(rates[name] / rates["direct"], 3) for name in ("native", "chat")}
-            print(json.dumps({"answer_s": answer_s, "episodes": callers, **row, **ratios}), flush=True)
+        for callers in asked.episodes:
+            row: dict[str, Any] = {"answer_s": answer_s, "spread": spread, "episodes": callers}
+            for name in asked.ways:
+                before = computed_s(gateway.pid)
+                row[name], turns = asyncio.run(rate(ways[name], callers, asked.seconds + 2 * answer_s))
+                if name != "direct":
+                    row[f"{name}_cpu_ms"] = round((computed_s(gateway.pid) - before) / turns * 1e3, 2)
+            if "direct" in row:
+                row |= {f"{name}_ratio": round(row[name] / row["direct"], 3) for name in asked.ways[1:]}
+            print(json.dumps(row), flush=True)
+        pipe.send("end")
+        gateway.join(20)
     finally:
         for process in (gateway, engine):
             process.kill()
@@ -175,10 +237,15 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--episodes", type=int, nargs="+", default=[64, 512])
-    parser.add_argument("--answer-s", type=float, nargs="+", default=[2.0, 0.0])
+    parser.add_argument("--answer", nargs="+", default=["2:0.5", "2:0", "0:0"])
+    parser.add_argument("--ways", nargs="+", default=["direct", "native", "chat"])
+    parser.add_argument("--profile")
     asked = parser.parse_args()
-    for answer_s in asked.answer_s:
-        measure(answer_s, asked.episodes, asked.seconds)
+    print(f"load average {os.getloadavg()[0]:.1f}")
+    for answer in asked.answer:
+        answer_s, spread = map(float, answer.split(":"))
+        measure(answer_s, spread, asked)
+    print(f"load average {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":

@@ -174,6 +174,8 @@ def gate(state: gateway.State, now: float) -> gateway.State:
         avoided={n: a for n, a in avoided.items() if a.until > 0.0},
         requests=requests,
         addresses=dict(sorted(state.addresses.items())),
+        expire_at=min((request.deadline_at for request in requests.values()), default=None),
+        loads=dict(sorted(state.loads.items())),
         interrupted=0,
         last_call=max(state.calls, default=0),
         waits={},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import msgspec
@@ -253,8 +254,20 @@ class World:
             assert (self.epoch, self.boot) in self.closed, "an empty gate is reported at once"
         if gate(self.state) == "closing":
             assert "drain" in self.waits
+        self._check_derived()
         held = [number for number in self.open if number not in {c.request for c in self.flying.values()}]
         assert bool(held) == bool(self.waits & {"refit", "engine"}), "a held request is announced as a wait"
+
+    def _check_derived(self) -> None:
+        """What the state keeps beside requests and calls is what they say."""
+        state, loads = self.state, Counter[str]()
+        assert state.waiting == tuple(number for number, request in state.requests.items() if request.pending)
+        for call in state.calls.values():
+            loads[call.engine] += len(call.samples)
+        assert state.loads == loads
+        deadlines = [request.deadline_at for request in state.requests.values()]
+        assert (state.expire_at is None) == (not deadlines)
+        assert state.expire_at is None or state.expire_at <= min(deadlines)
 
     def settle(self) -> None:
         """Faults stop: a refit commits, engines answer. Then every request must end."""
