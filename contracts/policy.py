@@ -10,6 +10,11 @@ from typing import Any, Protocol
 class PolicyBackend(Protocol):
     """Weights, optimizer and the training step of one policy. Not thread-safe: one call at a time."""
 
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        ...
+
     def train_step(self, samples: Sequence[Any]) -> Mapping[str, float]:
         """One optimizer step over the samples of a batch; answers scalar metrics."""
         ...
@@ -24,4 +29,8 @@ class PolicyBackend(Protocol):
 
     def load(self, path: Path) -> Mapping[str, Any]:
         """Restore what `save` wrote, bit for bit; answers its meta."""
+        ...
+
+    def close(self) -> None:
+        """Give back what it holds: groups, processes."""
         ...

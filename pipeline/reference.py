@@ -21,7 +21,11 @@ def settings() -> str:
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     lines = [HEADER, "# Settings\n\n", "Set in a recipe, or as `key=value` behind it. Durations are seconds.\n"]
     sections = [("", "RunConfig"), *_sections(classes["RunConfig"], "")]
-    nested = [("rollout.attempts", "AttemptsConfig"), ("trainer.loss", "LossConfig")]
+    nested = [
+        ("rollout.attempts", "AttemptsConfig"),
+        ("trainer.loss", "LossConfig"),
+        ("trainer.megatron", "MegatronConfig"),
+    ]
     for prefix, name in [*sections, *nested]:
         lines.append(f"\n## {prefix or 'Run'}\n\n{_doc(classes[name])}\n\n{TABLE}")
         lines += [

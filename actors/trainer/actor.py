@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from actors.startup import uncollected
 from actors.trainer.core import (
@@ -33,10 +33,8 @@ from actors.trainer.core import (
 )
 from config.schema import RunConfig
 from contracts.core import Context, Fatal
+from contracts.policy import PolicyBackend
 from contracts.trajectory import decode
-
-if TYPE_CHECKING:
-    from actors.trainer.torch_policy import TorchPolicy
 
 T = TypeVar("T")
 
@@ -50,19 +48,21 @@ class TrainerShell:
     def __init__(self, config: RunConfig) -> None:
         self.core = TrainerCore(config)
         self._config = config
-        self._policy: TorchPolicy | None = None
+        self._policy: PolicyBackend | None = None
         self._policy_thread = ThreadPoolExecutor(1, thread_name_prefix="policy")
         self._copies: dict[int, list[tuple[str, Any]]] = {}
 
     async def start(self, context: Context) -> None:
         with uncollected():
             from actors.refit.transports import choice
+            from actors.trainer import backend
 
         self._context = context
         self._checkpoints = Path(context.run_dir) / "checkpoints"
         try:
+            backend.check(self._config.trainer)
             self._sender = choice.sender(self._config)
-        except RuntimeError as error:
+        except (backend.BackendError, RuntimeError) as error:
             raise Fatal(str(error)) from error
         transport = self._config.refit.transport
         context.log.info("transport", transport=transport, settings=choice.settings(self._config))
@@ -91,6 +91,8 @@ class TrainerShell:
 
     async def close(self) -> None:
         self._sender.close()
+        if self._policy is not None:
+            await asyncio.to_thread(self._policy.close)
         self._policy_thread.shutdown(wait=False, cancel_futures=True)
 
     async def _on_policy_thread(self, work: Callable[[], T]) -> T:
@@ -101,8 +103,8 @@ class TrainerShell:
     def _load(self, command: Load) -> Loaded | LoadFailed:
         with uncollected():
             from actors import models
+            from actors.trainer import backend
             from actors.trainer.checkpoint import CheckpointError
-            from actors.trainer.torch_policy import TorchPolicy
 
         config = self._config
         started = time.perf_counter()
@@ -110,10 +112,13 @@ class TrainerShell:
             model_dir = models.resolve(config.model.source, models.cache_dir(), config.model.params)
         except models.ModelError as error:
             raise Fatal(f"model.source={config.model.source!r}: {error}") from error
-        with uncollected():  # a model's own module is imported when it is made
-            self._policy = TorchPolicy(
-                model_dir, config.trainer, dtype=config.model.dtype, seed=config.seed, total_steps=config.steps
-            )
+        if self._policy is not None:  # its checkpoint was damaged
+            self._policy.close()
+        try:
+            with uncollected():  # a model's own module is imported when it is made
+                self._policy = backend.open_policy(backend.job(config, model_dir))
+        except backend.BackendError as error:
+            raise Fatal(str(error)) from error
         if command.path is not None:
             try:
                 self._policy.load(Path(command.path))

@@ -41,9 +41,9 @@ LAGGED = ("mismatch_exp", "mismatch_kl")
 
 
 class StepMetrics:
-    """Collects what a step measures. All ranks must call `result` together."""
+    """Collects what a step measures. All ranks must call `result` together. `reference`: the loss has a KL term."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, reference: bool = False) -> None:
         names = [*MEANS, *(f"{name}{side}" for name in LAGGED for side in ("_lag0", "_lagged"))]
         self._sums = {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
         self._counts = {name: torch.zeros((), dtype=torch.float64, device=device) for name in ("all", "lag0", "lagged")}
@@ -53,7 +53,7 @@ class StepMetrics:
         self._norms: list[float] = []
         self._updates = 0
         self._skipped = 0
-        self._reference = False
+        self._reference = reference
 
     def tokens(
         self,
@@ -77,7 +77,6 @@ class StepMetrics:
             "mismatch_kl": kl,
         }
         if divergence is not None:
-            self._reference = True
             values["kl_reference"] = divergence.detach()
         fresh = lag == 0
         for name, value in (("mismatch_exp", exp), ("mismatch_kl", kl)):
@@ -88,7 +87,7 @@ class StepMetrics:
         self._counts["lag0"] += fresh.sum()
         self._counts["lagged"] += (~fresh).sum()
         self._greatest = torch.maximum(self._greatest, terms.weight.max().double())
-        self._padded += torch.tensor([micro.ids.size - micro.tokens, micro.ids.size], device=lag.device)
+        self._padded += torch.tensor([micro.slots - micro.tokens, micro.slots], device=lag.device)
 
     def loss(self, share: Tensor) -> None:
         """Add a microbatch's share of the loss of its update."""

@@ -55,8 +55,15 @@ class Microbatch:
     lag: NDArray[np.int64]
     samples: NDArray[np.int64]
     trainable: NDArray[np.int64]
-    tokens: int
-    """Tokens in `ids` without the padding."""
+    lengths: NDArray[np.int64]
+    """int64 [rows]: tokens of each row; what is right of them is padding."""
+    slots: int
+    """Places that go through the model, padding included."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in `ids` without the padding."""
+        return int(self.lengths.sum())
 
     @property
     def position(self) -> NDArray[np.int64]:
@@ -64,22 +71,43 @@ class Microbatch:
         return self.columns[self.at] + 1
 
 
-def pack(samples: Sequence[Sample], max_tokens: int) -> list[Microbatch]:
+def pack(samples: Sequence[Sample], max_tokens: int, *, ragged: bool = False) -> list[Microbatch]:
     """Microbatches of at most `max_tokens` tokens, padding included, longest sequences first.
 
-    Samples without a trainable token are left out. Raises `PackingError`.
+    `ragged` is for a model that takes the sequences one behind the other: it counts no padding, and each microbatch is
+    filled with what still fits. Samples without a trainable token are left out. Raises `PackingError`.
     """
     for number, sample in enumerate(samples):
         _check(sample, number, max_tokens)
     lengths = np.array([len(sample.ids) for sample in samples], dtype=np.int64)
-    wanted = [index for index in np.argsort(-lengths, kind="stable") if samples[index].loss_mask.any()]
-    batches: list[Microbatch] = []
-    start = 0
+    wanted = [int(index) for index in np.argsort(-lengths, kind="stable") if samples[index].loss_mask.any()]
+    bins = _first_fit(lengths, wanted, max_tokens) if ragged else _rectangles(lengths, wanted, max_tokens)
+    return [_assemble(samples, np.array(chosen, dtype=np.int64), ragged) for chosen in bins]
+
+
+def _rectangles(lengths: NDArray[np.int64], wanted: list[int], max_tokens: int) -> list[list[int]]:
+    """Runs of `wanted`, longest first, that as rows of equal width hold at most `max_tokens` tokens."""
+    bins, start = [], 0
     while start < len(wanted):
         rows = max_tokens // int(lengths[wanted[start]])
-        batches.append(_assemble(samples, np.array(wanted[start : start + rows], dtype=np.int64)))
+        bins.append(wanted[start : start + rows])
         start += rows
-    return batches
+    return bins
+
+
+def _first_fit(lengths: NDArray[np.int64], wanted: list[int], max_tokens: int) -> list[list[int]]:
+    """Each of `wanted`, longest first, in the first bin where it fits ("first fit decreasing")."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in wanted:
+        length = int(lengths[index])
+        place = next((number for number, left in enumerate(room) if left >= length), len(bins))
+        if place == len(bins):
+            bins.append([])
+            room.append(max_tokens)
+        bins[place].append(index)
+        room[place] -= length
+    return bins
 
 
 def split(count: int, parts: int, seed: Sequence[int]) -> list[NDArray[np.int64]]:
@@ -104,7 +132,7 @@ def _check(sample: Sample, number: int, max_tokens: int) -> None:
         raise PackingError(f"sample {number}: temperature {sample.temperature} is not positive")
 
 
-def _assemble(samples: Sequence[Sample], chosen: NDArray[np.int64]) -> Microbatch:
+def _assemble(samples: Sequence[Sample], chosen: NDArray[np.int64], ragged: bool) -> Microbatch:
     rows = [samples[index] for index in chosen]
     shape = (len(rows), max(len(row.ids) for row in rows))
     ids = np.zeros(shape, dtype=np.int64)
@@ -114,6 +142,7 @@ def _assemble(samples: Sequence[Sample], chosen: NDArray[np.int64]) -> Microbatc
         ids[number, : len(row.ids)] = row.ids
         mask[number, : len(row.ids)] = row.loss_mask.astype(bool)
         behaviour[number, : len(row.ids)] = row.behaviour
+    lengths = np.array([len(row.ids) for row in rows], dtype=np.int64)
     row, position = np.nonzero(mask)
     columns, at = np.unique(position - 1, return_inverse=True)
     return Microbatch(
@@ -128,5 +157,6 @@ def _assemble(samples: Sequence[Sample], chosen: NDArray[np.int64]) -> Microbatc
         lag=np.array([sample.lag for sample in rows], dtype=np.int64)[row],
         samples=chosen,
         trainable=mask.sum(1),
-        tokens=sum(len(sample.ids) for sample in rows),
+        lengths=lengths,
+        slots=int(lengths.sum()) if ragged else ids.size,
     )

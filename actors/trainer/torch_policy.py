@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import math
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -20,12 +19,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from actors.trainer import checkpoint, losses
+from actors.trainer import checkpoint, hf_files, losses, objective
 from actors.trainer.metrics import StepMetrics, all_reduce
 from actors.trainer.packing import Microbatch, Sample, pack, split
+from actors.trainer.schedule import schedule
 from config.schema import TrainerConfig
 
-WEIGHTS = "model.safetensors"
 OPTIMIZER = "optimizer.pt"
 
 
@@ -58,7 +57,7 @@ class TorchPolicy:
         self._total_steps = total_steps
         self._ranks = ranks
         # eval(): dropout would make the ratio of an unchanged policy differ from 1.
-        self.model = _build(model_dir, seed).to(self.device).eval()
+        self.model = initial_model(model_dir, seed).to(self.device).eval()
         self._reference = copy.deepcopy(self.model).requires_grad_(False) if config.loss.kl_coef else None
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._optimizer = _optimizer(self._parameters, config)
@@ -75,7 +74,7 @@ class TorchPolicy:
         updates = config.minibatches * config.epochs
         # With a single update the policy that starts the step is the one that computes its loss: no extra pass.
         proximal = [[None if updates == 1 else self._proximal(micro) for micro in mini] for mini in minibatches]
-        metrics = StepMetrics(self.device)
+        metrics = StepMetrics(self.device, reference=self._reference is not None)
         for _ in range(config.epochs):
             for minibatch, references in zip(minibatches, proximal, strict=True):
                 self._update(minibatch, references, metrics)
@@ -98,22 +97,23 @@ class TorchPolicy:
             dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
             yield name, tensor.detach().to(dtype, copy=True).contiguous()
 
+    def close(self) -> None:
+        """Nothing is held beyond memory."""
+
     def save(self, path: Path, meta: Mapping[str, Any]) -> int:
         """Write a checkpoint durably and atomically; answers its bytes. It is a Hugging Face model directory too."""
         state = {"step": self.step, "optimizer": self._optimizer.state_dict(), "rng": _rng_state(self.device)}
         files: dict[str, checkpoint.Writer] = {
-            WEIGHTS: lambda file: save_file(dict(self._tensors()), file, metadata={"format": "pt"}),
+            hf_files.WEIGHTS: lambda file: save_file(dict(self._tensors()), file, metadata={"format": "pt"}),
             OPTIMIZER: lambda file: torch.save(state, file),
         }
-        for source in sorted(self._model_dir.iterdir()):
-            if source.suffix in {".json", ".jinja", ".txt", ".model"} and not source.name.endswith(".index.json"):
-                files[source.name] = lambda file, source=source: _copy(source, file)
+        files.update(hf_files.copied(self._model_dir))
         return checkpoint.write(path, files, meta)
 
     def load(self, path: Path) -> dict[str, Any]:
         """Restore what `save` wrote, bit for bit; answers its meta. Raises `checkpoint.CheckpointError`."""
         meta = checkpoint.read_meta(path)
-        weights = load_file(path / WEIGHTS)
+        weights = load_file(path / hf_files.WEIGHTS)
         own = dict(self._tensors())
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
         stored = {name: tuple(tensor.shape) for name, tensor in weights.items()}
@@ -164,37 +164,21 @@ class TorchPolicy:
         """This microbatch's share of the minibatch loss, a scalar to call backward on."""
         config = self._config.loss
         current, entropy = self._score(self.model, micro, entropy_gradient=config.entropy_coef > 0)
-        proximal = current.detach() if proximal is None else proximal
-        behaviour = self._tensor(micro.behaviour)
-        terms = losses.policy_terms(
-            current,
-            proximal,
-            behaviour,
-            self._tensor(micro.advantage),
-            clip_low=config.clip_low,
-            clip_high=config.clip_high,
-            importance_cap=config.importance_cap,
-        )
-        loss = terms.loss
-        divergence = None
+        reference = None
         if self._reference is not None:
             with torch.no_grad():
                 reference, _ = self._score(self._reference, micro)
-            divergence = losses.k3(reference - current)
-            loss = loss + config.kl_coef * divergence
-        if config.entropy_coef:
-            loss = loss - config.entropy_coef * entropy
-        weights = losses.token_weights(
-            self._tensor(micro.row),
-            self._tensor(micro.trainable),
-            config.normalisation,
+        return objective.share_of_loss(
+            config,
+            micro,
+            current=current,
+            entropy=entropy,
+            proximal=proximal,
+            reference=reference,
             tokens=tokens,
             sequences=sequences,
+            metrics=metrics,
         )
-        total = (loss * weights).sum()
-        metrics.tokens(micro, self._tensor(micro.lag), terms, proximal, behaviour, entropy.detach(), divergence)
-        metrics.loss(total.detach())
-        return total
 
     def _score(
         self, model: torch.nn.Module, micro: Microbatch, *, entropy_gradient: bool = False
@@ -230,17 +214,7 @@ class TorchPolicy:
                 yield name, tensor
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.device, non_blocking=True)
-
-
-def schedule(kind: str, step: int, *, warmup: int, total: int) -> float:
-    """Factor of the learning rate at `step` (from 0): rising over `warmup` steps, then constant or falling to 0."""
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    if kind == "constant":
-        return 1.0
-    progress = min(1.0, (step - warmup) / max(1, total - warmup))
-    return 1.0 - progress if kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return objective.on(self.device, array)
 
 
 def _device(name: str) -> str:
@@ -249,7 +223,8 @@ def _device(name: str) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _build(model_dir: Path, seed: int) -> Any:
+def initial_model(model_dir: Path, seed: int) -> Any:
+    """The model with the weights that are there, else with random ones drawn with `seed`; float32."""
     if any(model_dir.glob("*.safetensors")):
         return AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with torch.random.fork_rng(devices=[]):
@@ -277,7 +252,3 @@ def _set_rng_state(device: torch.device, state: Mapping[str, Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
     if device.type == "cuda" and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"], device)
-
-
-def _copy(source: Path, target: Path) -> None:
-    shutil.copyfile(source, target)

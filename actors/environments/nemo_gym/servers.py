@@ -102,13 +102,12 @@ class Servers:
                 "into .venv-gym"
             )
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        if self._log.exists():  # so that what an earlier start said is not taken for this one's
-            self._log.replace(self._log.with_name(self._log.name + ".1"))
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-I", "-S", str(KEEPER), str(GRACE_S), str(self._log), str(program), *self._words(),
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
-            cwd=self._scratch, env=self._environment(), start_new_session=True,
-        )  # fmt: skip
+        with self._log.open("ab") as sink:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", str(KEEPER), str(GRACE_S), str(program), *self._words(),
+                stdin=asyncio.subprocess.PIPE, stdout=sink, stderr=sink,
+                cwd=self._scratch, env=self._environment(), start_new_session=True,
+            )  # fmt: skip
         try:
             async with asyncio.timeout(launch.deadline_s):
                 await self._wait()
@@ -135,7 +134,7 @@ class Servers:
 
     def _announced(self) -> bool:
         """`ng_run` says so once all its servers answer, and nothing else tells."""
-        return b"servers ready!" in self._said()
+        return b"servers ready!" in self._log.read_bytes()[-200_000:]
 
     async def _end(self) -> None:
         process = self._process
@@ -186,12 +185,8 @@ class Servers:
         }
 
     def _tail(self) -> str:
-        return f" the end of {self._log}:\n{self._said().decode(errors='replace')[-TAIL:]}"
-
-    def _said(self) -> bytes:
-        with contextlib.suppress(FileNotFoundError):
-            return self._log.read_bytes()
-        return b""
+        text = self._log.read_text(errors="replace")[-TAIL:] if self._log.exists() else ""
+        return f" the end of {self._log}:\n{text}"
 
 
 def _servers(python: Path) -> list[tuple[str, str]]:

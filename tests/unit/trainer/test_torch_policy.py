@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.packing import Sample
-from actors.trainer.torch_policy import TorchPolicy, schedule
+from actors.trainer.schedule import schedule
+from actors.trainer.torch_policy import TorchPolicy
 from config.schema import LossConfig, TrainerConfig
 
 Make = Callable[..., list[Sample]]

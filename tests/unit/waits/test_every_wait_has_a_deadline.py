@@ -29,6 +29,7 @@ SIDECAR = "the sidecar's HTTP client, whose every call has a timeout"
 CHILD = "the caller's deadline: rollout.deadline_s, rollout.score_deadline_s, producer.task_deadline_s"
 LINK = "Link.run, which gives every try a deadline and an outage an end"
 KILLED = "the process was sent SIGKILL"
+RANKS = "RankedPolicy, which ends every rank when its deadline is over"
 RUN = "bounded by the run: work for ever to come is no fault, and the driver ends the process"
 
 ALLOWED = (
@@ -79,6 +80,11 @@ ALLOWED = (
     Allowed(r"actors/refit/transports/ipc.py:_Attempt._join", r"listener.accept\(\)", "settimeout() before it"),
     Allowed(r"actors/refit/transports/nccl.py:NcclCommunicator.broadcast.wait", r"work.wait\(\)", "it is completed"),
     Allowed(r"actors/source/actor.py:Reader._advance", r"anext\(self._tasks, None\)", CHILD),
+    Allowed(r"actors/trainer/megatron/policy.py:MegatronPolicy.\w+", r"dist.(all_reduce|barrier)\(.*", RANKS),
+    Allowed(r"actors/trainer/rank.py:main", r"todo.get\(\)", "an idle rank; the end of its trainer's pipe ends it"),
+    Allowed(r"actors/trainer/ranks.py:RankedPolicy._together", r"own.result\(\)", "it is done"),
+    Allowed(r"actors/trainer/ranks.py:_Rank.(end|_listen)", r"self.process.wait\(\)", KILLED),
+    Allowed(r"actors/trainer/ranks.py:_Lead._work", r"self._todo.get\(\)", "an idle thread; stop() ends it"),
     Allowed(
         r"pipeline/broker/choose.py:choose", r".*probe\(url, config.start_deadline_s\).*", "broker.start_deadline_s"
     ),

@@ -1,0 +1,31 @@
+"""Files of a Hugging Face model directory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from actors.trainer.checkpoint import Writer
+
+WEIGHTS = "model.safetensors"
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT = "lm_head.weight"
+
+
+def copied(model_dir: Path) -> dict[str, Writer]:
+    """Writers of everything that belongs to a model beside its weights: configuration, tokenizer, chat template."""
+    return {
+        source.name: lambda file, source=source: _copy(source, file)
+        for source in sorted(model_dir.iterdir())
+        if source.suffix in {".json", ".jinja", ".txt", ".model"} and not source.name.endswith(".index.json")
+    }
+
+
+def vocabulary(model_dir: Path) -> int:
+    """Rows of the embedding."""
+    return json.loads((model_dir / "config.json").read_text())["vocab_size"]
+
+
+def _copy(source: Path, target: Path) -> None:
+    shutil.copyfile(source, target)

@@ -1,0 +1,85 @@
+"""Layers for megatron-core without Transformer Engine, which take packed sequences and sequence parallelism."""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import Tensor
+from torch.nn import functional
+
+from actors.trainer.backend import BackendError
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention within each sequence of a packed row ("thd").
+
+    Megatron's own local attention knows no packed sequences. Here each sequence is attended by itself.
+    """
+
+    def __init__(self, config: Any, layer_number: int, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
+        super().__init__()
+        self._scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """`query` [tokens, heads, width], `key` and `value` [tokens, groups, width] -> [tokens, heads * width]."""
+        bounds = packed_seq_params.cu_seqlens_q.tolist()
+        parts = [
+            functional.scaled_dot_product_attention(
+                query[start:end].transpose(0, 1)[None],
+                key[start:end].transpose(0, 1)[None],
+                value[start:end].transpose(0, 1)[None],
+                is_causal=True,
+                scale=self._scale,
+                enable_gqa=True,
+            )[0].transpose(0, 1)
+            for start, end in pairwise(bounds)
+        ]
+        return torch.cat(parts).flatten(1)
+
+
+class Norm(torch.nn.RMSNorm):
+    """RMSNorm whose weight is known to see one part of the sequence a rank, under sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = bool(config.sequence_parallel)  # type: ignore[attr-defined]
+
+
+def blocks(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The layers of a pipeline stage: `transformer_layer_spec` of megatron-bridge's provider.
+
+    Raises `BackendError` for a model that these layers can't make.
+    """
+    if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma or config.multi_latent_attention:
+        raise BackendError(
+            "without Transformer Engine, the megatron backend trains models with RMSNorm and plain attention (Llama, "
+            "Qwen2, Qwen3, Qwen3-MoE); install transformer-engine for others"
+        )
+    # Asked for as LayerNorm, since megatron's RMSNorm without Transformer Engine refuses sequence parallelism.
+    layer = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts, moe_grouped_gemm=False, qk_layernorm=config.qk_layernorm
+    )
+    modules: Any = layer.submodules
+    modules.input_layernorm = modules.pre_mlp_layernorm = Norm
+    attention: Any = modules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    for name in ("q_layernorm", "k_layernorm"):
+        if getattr(attention, name) is not IdentityOp:
+            setattr(attention, name, Norm)
+    layers: list[ModuleSpec] = [layer] * get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm)
