@@ -239,6 +239,23 @@ def trace(run: str | None, out: Path | None) -> None:
 
 @main.command()
 @click.argument("run", required=False)
+def top(run: str | None) -> None:
+    """Watch a run on the terminal: actors, engines, streams, plots, events; keys move through time."""
+    from pipeline.launcher import config_of
+    from pipeline.rundir import RunDir
+
+    if not sys.stdout.isatty():
+        raise PipelineError("`pipeline top` draws on a terminal; in a pipe use `pipeline log --follow`", Exit.USAGE)
+    from pipeline.top.app import Top
+    from pipeline.top.feed import Feed
+
+    directory = RunDir.find(run)
+    config = config_of(directory)
+    Top(Feed(directory, config), config).run()
+
+
+@main.command()
+@click.argument("run", required=False)
 @click.option("-o", "out", type=click.Path(path_type=Path), help="The file; default RUN.tar.gz here.")
 @click.option("--payloads", is_flag=True, help="Take prompts and trajectories along.")
 @click.option("--stacks/--no-stacks", default=True, show_default=True, help="Stacks of live actors, by py-spy.")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -19,6 +19,9 @@ from contracts.events import Event, RunFinished, TaskIssued
 from pipeline.errors import Exit, PipelineError
 from pipeline.rundir import RunDir
 from pipeline.selection import Filter, Selection
+
+if TYPE_CHECKING:
+    from pipeline.bus import Bus
 
 PAGE = 512
 BLOCK_MS = 1000
@@ -132,14 +135,19 @@ async def _live(run: RunDir, last: dict[str, str]) -> AsyncGenerator[Entry]:
     except BusError as error:
         raise PipelineError(f"the run is not live: {error}", Exit.BROKER) from error
     try:
-        cursors = {stream: last.get(stream, START) for stream in STREAMS}
-        while True:
-            found = settled(await bus.read_after(cursors, count=PAGE, block_ms=BLOCK_MS), PAGE)
-            cursors = advance(cursors, found)
-            for entry in found:
+        async for page in pages(bus, {stream: last.get(stream, START) for stream in STREAMS}):
+            for entry in page:
                 yield entry
     finally:
         await bus.close()
+
+
+async def pages(bus: Bus, cursors: Mapping[str, str]) -> AsyncGenerator[list[Entry]]:
+    """What a live run adds behind `cursors`, in the order of commits, for ever; an empty page every `BLOCK_MS`."""
+    while True:
+        found = settled(await bus.read_after(cursors, count=PAGE, block_ms=BLOCK_MS), PAGE)
+        cursors = advance(cursors, found)
+        yield found
 
 
 def _iterate(source: AsyncGenerator[Entry]) -> Iterator[Entry]:

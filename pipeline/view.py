@@ -17,6 +17,41 @@ from contracts.events import Event
 
 RATE_S = 15.0
 """Window of the generation rate."""
+TASKS = frozenset(
+    (
+        events.TaskIssued,
+        events.TrajectoryFinished,
+        events.SampleFailed,
+        events.TrajectoryRejected,
+        events.GroupDropped,
+        events.BufferDepth,
+        events.EvalFinished,
+    )
+)
+"""Events that `View._tasks` looks at; likewise the others."""
+POLICY = frozenset((events.PolicyReady, events.CheckpointSaved, events.TrainingFinished))
+REFIT = frozenset(
+    (
+        events.RefitRequested,
+        events.RefitCommitted,
+        events.RefitFailed,
+        events.EngineQuarantined,
+        events.EngineDead,
+        events.ActorLeft,
+        events.ActorBooted,
+    )
+)
+CONTROL = frozenset(
+    (
+        events.WaitStarted,
+        events.WaitEnded,
+        events.ActorFailed,
+        events.DataExhausted,
+        events.RunStarted,
+        events.RunStopping,
+        events.RunFinished,
+    )
+)
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -104,12 +139,18 @@ class View:
         if row is not None:
             self._groups[row.version] = 0 if row.contents is None else row.contents.groups
             self.rows.append(row)
-        self._tasks(envelope.body, wall)
-        self._policy(envelope.body, wall)
-        self._refit(envelope.body, wall)
-        self._control(envelope.body, wall)
-        if isinstance(envelope.body, events.ActorFailed) and envelope.boot == 0:
-            self.deaths.setdefault(envelope.body.actor, []).append(wall)
+        body = envelope.body
+        kind = type(body)
+        if kind in TASKS:
+            self._tasks(body, wall)
+        elif kind in POLICY:
+            self._policy(body, wall)
+        elif kind in REFIT:
+            self._refit(body, wall)
+        elif kind in CONTROL:
+            self._control(body, wall)
+        if isinstance(body, events.ActorFailed) and envelope.boot == 0:
+            self.deaths.setdefault(body.actor, []).append(wall)
         return row
 
     def apply_all(self, log: Iterable[Envelope[Event]]) -> View:

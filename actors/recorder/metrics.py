@@ -163,6 +163,25 @@ class Memory(msgspec.Struct, frozen=True):
     last_wall: float | None
 
 
+COUNTED = frozenset(
+    (
+        events.TrajectoryFinished,
+        events.SampleFailed,
+        events.GroupDropped,
+        events.BatchReady,
+        events.BufferDepth,
+        events.EvalFinished,
+        events.RefitCommitted,
+        events.RefitFailed,
+        events.EngineQuarantined,
+        events.ActorBooted,
+        events.WaitEnded,
+        events.StepFinished,
+    )
+)
+"""Events that a row depends on."""
+
+
 class Steps:
     """Folds the log; `apply` answers a row when a step is finished."""
 
@@ -199,6 +218,8 @@ class Steps:
 
     def apply(self, envelope: Envelope[Event]) -> Row | None:
         """Consume one event, in log order."""
+        if type(envelope.body) not in COUNTED:
+            return None
         wall = envelope.wall_ns / 1e9
         match envelope.body:
             case events.TrajectoryFinished() as finished:

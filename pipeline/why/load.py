@@ -137,7 +137,7 @@ async def _look_live(run: RunDir, config: RunConfig) -> Evidence:
     except BusError:
         return Evidence()
     try:
-        return Evidence(states=await _states(bus, config))
+        return Evidence(states=await states(bus, config))
     except BusError:
         return Evidence()
     finally:
@@ -188,15 +188,15 @@ async def _ask_store(run: RunDir, config: RunConfig, follower: Follower, *, look
             cursors = advance(cursors, found)
             for entry in found:
                 follower.take(entry.stream, entry.entry, decode(entry.stream, entry.data))
-        states = await _states(bus, config) if look else {}
-        return Evidence(states=states, store=await _facts(bus))
+        seen = await states(bus, config) if look else {}
+        return Evidence(states=seen, store=await _facts(bus))
     except BusError as error:
         return Evidence(store=StoreFacts(error=str(error)))
     finally:
         await bus.close()
 
 
-async def _states(bus: Any, config: RunConfig) -> dict[str, Any]:
+async def states(bus: Any, config: RunConfig) -> dict[str, Any]:
     """Each actor's state: its snapshot and the journal after it."""
     from pipeline.runtime.journal import Journal, JournalDiverged
 

@@ -1,0 +1,107 @@
+"""What `top` shows of a run at one moment, folded from its events. Pure: reads no clock."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter, deque
+from collections.abc import Iterable
+
+from actors.recorder.ordering import number
+from contracts.core import Entry
+from contracts.envelope import Envelope
+from contracts.events import Event
+from pipeline.view import View
+from pipeline.why.model import Model
+
+RECENT = 200
+"""Newest events that are listed."""
+KEPT = 512
+"""Newest steps and refits that are plotted."""
+MARKS = 48
+"""Copies of the board along an archive, from which any of its moments is reached."""
+
+Item = tuple[Entry, Envelope[Event]]
+
+
+class Board:
+    """Feed `take` in log order; the attributes then describe the run up to the last event."""
+
+    def __init__(self) -> None:
+        self.model = Model()
+        self.view = View(keep=KEPT)
+        self.recent: deque[Item] = deque(maxlen=RECENT)
+        self.streams: Counter[str] = Counter()
+        """Stream -> events so far."""
+
+    @property
+    def position(self) -> int:
+        """Place of the last event in the log, 0 before the first."""
+        return self.model.position
+
+    @property
+    def at(self) -> float:
+        """Time of the last event."""
+        return self.model.last_at
+
+    def take(self, item: Item) -> None:
+        entry, envelope = item
+        self.model.apply(envelope, number(entry.entry))
+        self.view.apply(envelope)
+        self.recent.append(item)
+        self.streams[entry.stream] += 1
+
+    def copy(self) -> Board:
+        """A board that goes on by itself. Events and finished rows are never changed, so both may hold them."""
+        made = Board()
+        kept = {id(each): each for each in (*self.recent, *self.view.rows, *self.view.refits)}
+        made.model, made.view = copy.deepcopy((self.model, self.view), kept)
+        made.recent.extend(self.recent)
+        made.streams.update(self.streams)
+        return made
+
+
+class History:
+    """The board of a log's end, and marks along it: boards of earlier moments, one every `every` events."""
+
+    def __init__(self, every: int) -> None:
+        """`every`: see `spacing`."""
+        self.board = Board()
+        self.first_at: float | None = None
+        self._every = every
+        self._marks: list[Board] = [Board()]
+
+    def extend(self, items: Iterable[Item]) -> None:
+        for item in items:
+            self.board.take(item)
+            if self.first_at is None:
+                self.first_at = self.board.at
+            if self.board.position - self._marks[-1].position >= self._every:
+                self._mark()
+
+    def _mark(self) -> None:
+        self._marks.append(self.board.copy())
+        if len(self._marks) > 2 * MARKS:
+            del self._marks[1::2]
+            self._every *= 2
+
+    def before(self, position: int) -> Board:
+        """A board of its own at or before `position`: the events from there on lead to it."""
+        known = [mark for mark in self._marks if mark.position <= position]
+        return known[-1].copy()
+
+
+def spacing(events: int) -> int:
+    """Events from one mark to the next for a log of that many."""
+    return max(2000, events // MARKS)
+
+
+def at(history: History, position: int, later: Iterable[Item]) -> Board:
+    """The board at `position`. `later`: the log's events, at least those behind `history.before(position)`."""
+    board = history.before(position)
+    for item in later:
+        place = number(item[0].entry)
+        if place > position:
+            break
+        if place > board.position:
+            board.take(item)
+    return board

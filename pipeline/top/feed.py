@@ -1,0 +1,125 @@
+"""Reads a run's log on a thread of its own: the archive first, then what a live run adds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
+from actors.recorder import archive
+from actors.recorder.ordering import START
+from config.schema import RunConfig
+from contracts.envelope import BROADCAST_STREAMS, STREAMS, WORK_STREAMS, decode
+from pipeline import eventlog
+from pipeline.bus import Bus, BusError
+from pipeline.bus.model import Depth
+from pipeline.errors import Exit, PipelineError
+from pipeline.replay.check import without_collector
+from pipeline.rundir import RunDir
+from pipeline.top.board import Board, History, Item, at, spacing
+from pipeline.why.load import states
+from pipeline.why.result import Evidence
+
+PAGE = 500
+"""Events that are folded without letting anybody look."""
+LOOK_EVERY_S = 2.0
+CONNECT_S = 3.0
+
+
+class Feed:
+    """`history` grows while the thread runs; hold `lock` to look at it."""
+
+    def __init__(self, run: RunDir, config: RunConfig) -> None:
+        """Raises `PipelineError` if the archive's index is damaged."""
+        self._run = run
+        self._config = config
+        try:
+            segments = archive.read_index(run.events).segments
+        except archive.ArchiveError as error:
+            raise PipelineError(str(error), Exit.FAILED) from error
+        self.expected = sum(span.count for segment in segments for span in segment.streams.values())
+        """Events in closed segments: what is to be read at least."""
+        self.history = History(spacing(self.expected))
+        self.lock = threading.Lock()
+        self.live = False
+        self.loaded = False
+        """The archive has been read to its end."""
+        self.depths: dict[str, Depth] | None = None
+        self.evidence = Evidence()
+        """What gateways and collectors of a live run are at."""
+        self.error = ""
+        self._last: dict[str, str] = {}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="top-feed", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+
+    def at(self, position: int) -> Board:
+        """The board of an archived moment, read anew from the nearest mark. Raises `PipelineError`."""
+        with self.lock:
+            begin = self.history.before(position).position
+        behind = dict.fromkeys(STREAMS, begin)
+        return at(self.history, position, self._archived(behind))
+
+    # --- the thread ---
+
+    def _work(self) -> None:
+        try:
+            with without_collector():
+                self._read()
+            self.loaded = True
+            if self.history.board.view.finished is None and archive.has_writer(self._run.events):
+                asyncio.run(self._follow())
+        except (PipelineError, BusError) as error:
+            self.error = str(error)
+        finally:
+            self.loaded = True
+            self.live = False
+
+    def _read(self) -> None:
+        pages = self._archived({})
+        while not self._stop.is_set() and (page := list(islice(pages, PAGE))):
+            self._extend(page)
+
+    def _archived(self, behind: dict[str, int]) -> Iterator[Item]:
+        try:
+            for entry in archive.read(self._run.events, behind=behind):
+                yield entry, decode(entry.stream, entry.data)
+        except archive.ArchiveError as error:
+            raise PipelineError(str(error), Exit.FAILED) from error
+
+    def _extend(self, page: Iterable[Item]) -> None:
+        page = list(page)
+        with self.lock:
+            self.history.extend(page)
+        for entry, _ in page:
+            self._last[entry.stream] = entry.entry
+
+    async def _follow(self) -> None:
+        """Until the run has finished, or nobody looks any more."""
+        url = os.environ.get("REDIS_URL") or self._run.info().redis_url or ""
+        bus = await Bus.connect(url, self._run.info().run, actor="top", connect_s=CONNECT_S)
+        self.live = True
+        looked_at = 0.0
+        cursors = {stream: self._last.get(stream, START) for stream in STREAMS}
+        try:
+            async with contextlib.aclosing(eventlog.pages(bus, cursors)) as pages:
+                async for page in pages:
+                    self._extend((entry, decode(entry.stream, entry.data)) for entry in page)
+                    if self._stop.is_set() or self.history.board.view.finished is not None:
+                        return
+                    if time.monotonic() - looked_at >= LOOK_EVERY_S:
+                        looked_at = time.monotonic()
+                        work = await bus.depths(WORK_STREAMS, group="readers")
+                        self.depths = work | await bus.depths(BROADCAST_STREAMS)
+                        self.evidence = Evidence(states=await states(bus, self._config))
+        finally:
+            await bus.close()

@@ -1,0 +1,228 @@
+"""`pipeline top`: the board of any moment is the fold of the events up to it, on the terminal too."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from story import Story, batch, booted, committed, issued, requested, rolled, trained
+from textual.pilot import Pilot
+from textual.widgets import DataTable, Input, Static, TabbedContent
+
+from config import loading
+from config.schema import BrokerConfig
+from contracts import events
+from contracts.core import Entry
+from contracts.envelope import encode
+from pipeline import broker
+from pipeline.bus import Bus
+from pipeline.cli import main
+from pipeline.errors import Exit, PipelineError
+from pipeline.rundir import RunDir
+from pipeline.top import board as boards
+from pipeline.top import tables
+from pipeline.top.app import Top
+from pipeline.top.board import MARKS, Board, History, Item, at, spacing
+from pipeline.top.feed import Feed
+from pipeline.why.result import Evidence
+
+CONFIG = loading.load("quickstart", ())
+
+
+def items(story: Story) -> list[Item]:
+    return [(Entry(e.stream, f"{n}-0", encode(e)), e) for n, e in enumerate(story.log, 1)]
+
+
+def folded(log: list[Item]) -> Board:
+    board = Board()
+    for item in log:
+        board.take(item)
+    return board
+
+
+def facts(board: Board) -> object:
+    return board.position, board.at, board.view.step, dict(board.streams), list(board.recent), board.model.waits.keys()
+
+
+def test_the_board_of_a_moment_is_the_fold_of_the_events_up_to_it() -> None:
+    log = items(trained(8))
+    history = History(every=7)
+    history.extend(log)
+    for position in range(1, len(log) + 1):
+        assert facts(at(history, position, log)) == facts(folded(log[:position]))
+
+
+def test_looking_at_a_moment_changes_no_other() -> None:
+    log = items(trained(4))
+    history = History(every=5)
+    history.extend(log)
+    before = facts(history.board)
+    at(history, len(log), log)
+    first = facts(at(history, 12, log))
+    at(history, 20, log)
+    assert (facts(history.board), facts(at(history, 12, log))) == (before, first)
+
+
+def test_marks_stay_few_however_long_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(boards, "MARKS", 3)
+    log = items(trained(4))
+    history = History(every=1)
+    history.extend(log)
+    assert len(log) > 18
+    assert len(history._marks) <= 6
+    assert facts(at(history, 10, log)) == facts(folded(log[:10]))
+
+
+def test_marks_of_a_short_log_cost_nothing() -> None:
+    assert spacing(100) == 2000
+    assert spacing(1_000_000) == 1_000_000 // MARKS
+
+
+def test_a_table_names_who_waits_for_whom_and_who_never_started() -> None:
+    story = Story()
+    story.add(booted("buffer"), actor="buffer")
+    story.add(events.WaitStarted(actor="buffer", on="collector", cause="no group yet"))
+    rows = {row[0]: row for row in tables.actors(CONFIG, folded(items(story)), story.now + 4)}
+    assert rows["buffer"] == ("buffer", "waits", "1", "5.0 s ago", "collector", "4.0 s", "no group yet")
+    assert rows["trainer"][1] == "not started"
+
+
+def test_the_buffer_is_shown_by_what_groups_are_and_by_age() -> None:
+    story = Story()
+    for index in (0, 1, 2):
+        story.add(issued(index))
+    for sample in (0, 1):
+        story.add(rolled(0, sample))
+    story.add(rolled(1, 0))
+    rows = {name: (count, oldest) for name, count, oldest in tables.buffer(folded(items(story)), story.now)}
+    assert (rows["complete"][0], rows["begun"][0], rows["untouched"][0]) == ("1", "1", "1")
+    assert rows["age 0-9 s"] == ("3", "")
+    story.add(batch(0, [1.0]))
+    rows = {name: (count, oldest) for name, count, oldest in tables.buffer(folded(items(story)), story.now)}
+    assert rows["in batches not trained"] == ("1", "0.0 s ago")
+
+
+def test_engines_have_a_version_and_no_number_in_flight_that_nobody_knows() -> None:
+    story = Story()
+    story.add(booted("engine-0"))
+    story.add(requested(1, 1))
+    story.add(committed(1, 1, "engine-0", "engine-1"))
+    rows = tables.engines(CONFIG, folded(items(story)), story.now, Evidence())
+    assert [(row[0], row[1], row[2], row[3]) for row in rows] == [
+        (name, "serving", "1", "") for name in ("engine-0", "engine-1")
+    ]
+
+
+def test_in_a_pipe_it_says_what_to_use_instead(make_run: Callable[..., RunDir]) -> None:
+    run = make_run(trained(1))
+    done = CliRunner().invoke(main, ["top", str(run.path)])
+    assert done.exit_code == Exit.USAGE
+    assert "pipeline log --follow" in done.output
+
+
+def test_a_damaged_index_is_named(make_run: Callable[..., RunDir]) -> None:
+    run = make_run(trained(1))
+    (run.events / "index.json").write_text("{")
+    with pytest.raises(PipelineError, match=r"index\.json is damaged"):
+        Feed(run, CONFIG)
+
+
+# --- on a terminal ---
+
+
+async def until(pilot: Pilot[None], true: Callable[[], bool]) -> None:
+    async with asyncio.timeout(60):
+        while not true():
+            await pilot.pause(0.05)
+
+
+def shown(app: Top, name: str) -> list[list[str]]:
+    table = app.query_one(f"#{name}", DataTable)
+    return [[str(cell) for cell in table.get_row_at(number)] for number in range(table.row_count)]
+
+
+def head(app: Top) -> str:
+    return str(app.query_one("#head", Static).content)
+
+
+async def test_keys_move_through_the_time_of_an_archive(make_run: Callable[..., RunDir]) -> None:
+    story = trained(6)
+    app = Top(Feed(make_run(story), CONFIG), CONFIG)
+    async with app.run_test(size=(140, 45)) as pilot:
+        end = len(story.log)
+        await until(pilot, lambda: f"{end} of {end}" in str(app.query_one("#slider", Static).content))
+        assert shown(app, "events")[0][0] == f"{end}-0"
+        await pilot.press("shift+left", "shift+left")
+        await until(pilot, lambda: shown(app, "events")[0][0] == f"{end - 2}-0")
+        await pilot.press("home")
+        await until(pilot, lambda: [row[0] for row in shown(app, "events")] == ["1-0"])
+        await pilot.press("right")
+        await until(pilot, lambda: len(shown(app, "events")) == 1 + max(1, end // 50))
+        await pilot.press("end")
+        await until(pilot, lambda: shown(app, "events")[0][0] == f"{end}-0")
+
+
+async def test_events_are_searched_and_their_text_is_no_markup(make_run: Callable[..., RunDir]) -> None:
+    story = trained(1)
+    story.add(events.ActorFailed(actor="source", error="KeyError", message="[red]boom[/red]", fatal=False))
+    app = Top(Feed(make_run(story), CONFIG), CONFIG)
+    async with app.run_test(size=(140, 45)) as pilot:
+        await until(pilot, lambda: bool(shown(app, "events")))
+        await pilot.press("slash")
+        assert app.query_one(TabbedContent).active == "events-pane"
+        await pilot.press(*"boom")
+        assert app.query_one("#search", Input).value == "boom"
+        await until(pilot, lambda: len(shown(app, "events")) == 1)
+        assert "[red]boom[/red]" in shown(app, "events")[0][-1]
+        await pilot.press("escape", "4")
+        assert app.query_one(TabbedContent).active == "why-pane"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[str]:
+    (tmp_path / "store").mkdir()
+    with broker.choose({"PATH": os.environ.get("PATH", "")}, tmp_path / "store", BrokerConfig()) as server:
+        yield server.url
+
+
+async def test_what_a_live_run_adds_is_shown_until_it_has_finished(
+    store: str, make_run: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    monkeypatch.setattr("pipeline.top.feed.archive.has_writer", lambda folder: True)
+    run = make_run(trained(1))
+    run.update(redis_url=store)
+    bus = await Bus.connect(store, run.info().run, actor="test")
+    for envelope in trained(1).log:
+        await bus.post(envelope.stream, encode(envelope))
+    feed = Feed(run, CONFIG)
+    app = Top(feed, CONFIG)
+    async with app.run_test(size=(140, 45)) as pilot:
+        await until(pilot, lambda: "live" in head(app))
+        story = Story()
+        await bus.post(
+            "control", encode(story.add(events.ActorFailed(actor="x", error="E", message="new", fatal=False)))
+        )
+        await until(pilot, lambda: "new" in shown(app, "events")[0][-1])
+        await until(pilot, lambda: feed.depths is not None and feed.depths["control"].length >= 1)
+        await bus.post("control", encode(story.add(events.RunFinished(reason="trained"))))
+        await until(pilot, lambda: "archive" in head(app) and "trained" in head(app))
+    await bus.close()
+
+
+async def test_a_store_that_is_gone_is_said_and_the_archive_is_shown(
+    make_run: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("REDIS_URL", raising=False)
+    monkeypatch.setattr("pipeline.top.feed.archive.has_writer", lambda folder: True)
+    monkeypatch.setattr("pipeline.top.feed.CONNECT_S", 0.2)
+    run = make_run(trained(1))
+    run.update(redis_url=f"unix://{tmp_path}/nobody.sock")
+    app = Top(Feed(run, CONFIG), CONFIG)
+    async with app.run_test(size=(140, 45)) as pilot:
+        await until(pilot, lambda: "nobody.sock" in head(app))
+        assert shown(app, "events")
