@@ -19,6 +19,8 @@ from contracts.envelope import BROADCAST_STREAMS, WORK_STREAMS, ContractError, E
 from contracts.events import ActorBooted, Event, PolicyReady, StepFinished, TrajectoryFinished
 from pipeline.runtime.journal import Journal, fingerprint
 
+LAST = 4096
+"""Steps at the end of a journal whose states are kept while it is folded: the cut is seldom further back."""
 Eras = Sequence[tuple[int | None, Core[Any]]]
 """The cores of one actor, oldest first: each decided up to a sequence number, the last (None) up to now."""
 
@@ -74,7 +76,8 @@ def plan(events: Iterable[Entry], journals: Mapping[str, Sequence[bytes]], cores
     `journals`: actor -> its records from the first on. Raises `NotRebuildable`.
     """
     log = _Log(events)
-    steps = {actor: _steps(actor, records, cores[actor]) for actor, records in journals.items() if actor in cores}
+    folded = {actor: _folded(actor, records, cores[actor]) for actor, records in journals.items() if actor in cores}
+    steps = {actor: found for actor, (found, _) in folded.items()}
     cut, seqs = _cut(log, steps)
     kept = {actor: [step for step in found if step.seq <= seqs[actor]] for actor, found in steps.items()}
     cursors = {actor: _cursors(cores[actor][-1][1], found) for actor, found in kept.items()}
@@ -87,7 +90,9 @@ def plan(events: Iterable[Entry], journals: Mapping[str, Sequence[bytes]], cores
     return Plan(
         cut=cut,
         events=tuple(_needed(log, cut, cursors, work)),
-        states={actor: (seqs[actor], _state(journals[actor], cores[actor], seqs[actor])) for actor in kept},
+        states={
+            actor: (seq, _state(journals[actor], cores[actor], seq, folded[actor][1])) for actor, seq in seqs.items()
+        },
         begun={actor: max(said)[0] for actor, said in log.by_actor().items() if actor not in cores},
         boots=log.boots,
         cursors=cursors,
@@ -140,10 +145,15 @@ class _Log:
         return found
 
 
-def _steps(actor: str, records: Sequence[bytes], eras: Eras) -> list[_Step]:
-    """Take the inputs of a whole journal again. Raises `NotRebuildable` where it is not what the cores would say."""
+def _folded(actor: str, records: Sequence[bytes], eras: Eras) -> tuple[list[_Step], dict[int, Any]]:
+    """Take the inputs of a whole journal again: its steps, and the states after the last of them by their number.
+
+    Raises `NotRebuildable` where it is not what the cores would say.
+    """
     found: list[_Step] = []
-    for record, input, commands, _ in _fold(actor, records, eras):
+    last: deque[tuple[int, Any]] = deque(maxlen=LAST)
+    for record, input, commands, state in _fold(actor, records, eras):
+        last.append((record.seq, state))
         extra = (Emit(None),) if isinstance(input, Booted) else ()  # type: ignore[arg-type]
         emits = [o for o, command in enumerate((*commands, *extra)) if isinstance(command, Emit)]
         found.append(
@@ -158,7 +168,7 @@ def _steps(actor: str, records: Sequence[bytes], eras: Eras) -> list[_Step]:
                 releases=tuple(key for c in commands if isinstance(c, Release) for key in c.keys),
             )
         )
-    return found
+    return found, dict(last)
 
 
 def _fold(actor: str, records: Sequence[bytes], eras: Eras) -> Iterable[tuple[Any, Any, Sequence[Any], Any]]:
@@ -182,9 +192,13 @@ def _fold(actor: str, records: Sequence[bytes], eras: Eras) -> Iterable[tuple[An
         yield record, input, commands, state
 
 
-def _state(records: Sequence[bytes], eras: Eras, seq: int) -> bytes:
-    last = deque((state for _, _, _, state in _fold("", records[:seq], eras)), maxlen=1)
-    return Journal(eras[-1][1]).snapshot(last[0] if last else eras[0][1].initial())
+def _state(records: Sequence[bytes], eras: Eras, seq: int, last: Mapping[int, Any]) -> bytes:
+    """The state after `seq`: one of the `last`, else the journal is folded again up to there."""
+    state = last.get(seq)
+    if state is None:
+        states = deque((state for _, _, _, state in _fold("", records[:seq], eras)), maxlen=1)
+        state = states[0] if states else eras[0][1].initial()
+    return Journal(eras[-1][1]).snapshot(state)
 
 
 def _cut(log: _Log, steps: Mapping[str, Sequence[_Step]]) -> tuple[int, dict[str, int]]:

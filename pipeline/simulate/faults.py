@@ -9,8 +9,10 @@ import msgspec
 
 from pipeline.simulate.process import SimActor, Trap
 from pipeline.simulate.rebuilt import rebuilt
-from pipeline.simulate.shells import EngineSim, RefitSim, TrainerSim
+from pipeline.simulate.serving import EngineSim
+from pipeline.simulate.shells import RefitSim
 from pipeline.simulate.store import MemoryStore
+from pipeline.simulate.weights import TrainerSim
 
 if TYPE_CHECKING:
     from pipeline.simulate.world import World

@@ -13,7 +13,8 @@ from contracts.envelope import Envelope, decode
 from contracts.events import Event, RunStarted
 from pipeline.simulate import faults as chaos
 from pipeline.simulate.faults import Faults
-from pipeline.simulate.shells import TrainerSim, shells
+from pipeline.simulate.shells import shells
+from pipeline.simulate.weights import TrainerSim
 from pipeline.simulate.world import Pace, World
 from pipeline.verify import Finding, Summary, Verifier
 

@@ -16,7 +16,8 @@ from actors.refit.fleet import UP
 from config.schema import BufferConfig, EngineConfig, LaunchConfig, RefitConfig, RolloutConfig, RunConfig
 from contracts.envelope import decode
 from contracts.events import RefitCommitted, RefitFailed, RunStarted, kind
-from pipeline.simulate.shells import TrainerSim, shells
+from pipeline.simulate.shells import shells
+from pipeline.simulate.weights import TrainerSim
 from pipeline.simulate.world import World
 from pipeline.verify import Verifier
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from contracts.core import Core
+from pipeline import rebuild
 from pipeline.rebuild import Eras, NotRebuildable, Plan, plan
 from pipeline.runtime.journal import Journal
 from pipeline.simulate.shells import shells
@@ -74,6 +75,14 @@ def test_entries_that_everybody_has_read_and_acked_are_left_out() -> None:
     kept = {entry.entry for entry in wanted.events}
     for stream, held in wanted.work.items():
         assert {f"{at}-0" for at, _ in held.pending} <= kept, stream
+
+
+def test_a_cut_that_lies_further_back_than_the_kept_states_gives_the_same_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = half_way()
+    wanted = made(world, events=world.store.log[:-60])
+    monkeypatch.setattr(rebuild, "LAST", 1)
+    assert made(world, events=world.store.log[:-60]) == wanted
+    assert any(seq < world.store.seqs[name] - 1 for name, (seq, _) in wanted.states.items())
 
 
 @pytest.mark.parametrize("missing", [1, 7, 40])
