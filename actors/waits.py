@@ -21,9 +21,14 @@ class Wait(msgspec.Struct, frozen=True):
     announced: bool = False
 
 
-def follow(wait: Wait | None, on: str | None, actor: str, now: float) -> tuple[Wait | None, tuple[Any, ...]]:
-    """The wait after a step of `actor` that left it waiting for `on`, and the end of the one before if announced."""
-    if on == (None if wait is None else wait.on):
+def follow(
+    wait: Wait | None, on: str | None, actor: str, now: float, *, moved: bool = False
+) -> tuple[Wait | None, tuple[Any, ...]]:
+    """The wait after a step of `actor` that left it waiting for `on`, and the end of the one before if announced.
+
+    `moved`: the step did what was waited for, so that a wait for the same actor is a new one.
+    """
+    if on == (None if wait is None else wait.on) and not moved:
         return wait, ()
     fresh = None if on is None else Wait(on=on, since=now)
     if wait is None or not wait.announced:

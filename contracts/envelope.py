@@ -56,6 +56,7 @@ STREAMS: Mapping[str, Any] = {
     "refit": events.RefitEvent,
     "fleet": events.FleetEvent,
     "control": events.ControlEvent,
+    "waits": events.WaitsEvent,
 }
 """Stream name -> union of the event kinds that it carries."""
 

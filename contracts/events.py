@@ -551,7 +551,8 @@ class ActorFailed(Record, frozen=True, kw_only=True, tag="actor.failed"):
 class DataLost(Record, frozen=True, kw_only=True, tag="bus.data_lost"):
     """Any actor -> all: entries that were owed to a reader are gone from the stream, or could not be read.
 
-    `entries` are their ids; unreadable ones are kept in the stream's dead-letter stream.
+    `entries` are their ids; unreadable ones are kept in the stream's dead-letter stream. Of a stream that its readers
+    follow at a cursor, `entries` is the last one that this actor missed, and the reason names the cursor.
     """
 
     stream: str
@@ -569,7 +570,10 @@ class FleetScaled(Record, frozen=True, kw_only=True, tag="fleet.scaled"):
 
 
 class WaitStarted(Record, frozen=True, kw_only=True, tag="wait.started"):
-    """Any actor -> all: it can't go on until `on` acts. Every wait has a deadline (None: bounded by the run)."""
+    """Any actor -> recorder, driver and tools: it can't go on until `on` acts.
+
+    Every wait has a deadline (None: bounded by the run).
+    """
 
     actor: str
     on: str
@@ -578,27 +582,28 @@ class WaitStarted(Record, frozen=True, kw_only=True, tag="wait.started"):
 
 
 class WaitEnded(Record, frozen=True, kw_only=True, tag="wait.ended"):
-    """Any actor -> all: the wait that it announced is over."""
+    """Any actor -> recorder, driver and tools: the wait that it announced is over."""
 
     actor: str
     on: str
     seconds: float
 
 
-ControlEvent = (
-    RunStarted
-    | RunStopping
-    | RunFinished
-    | DataExhausted
-    | ActorFailed
-    | DataLost
-    | FleetScaled
-    | WaitStarted
-    | WaitEnded
-)
+ControlEvent = RunStarted | RunStopping | RunFinished | DataExhausted | ActorFailed | DataLost | FleetScaled
+
+# Many, and no actor's business: on a stream of their own they wake nobody who is at work.
+WaitsEvent = WaitStarted | WaitEnded
 
 Event = (
-    TasksEvent | TrajectoriesEvent | BatchesEvent | LedgerEvent | PolicyEvent | RefitEvent | FleetEvent | ControlEvent
+    TasksEvent
+    | TrajectoriesEvent
+    | BatchesEvent
+    | LedgerEvent
+    | PolicyEvent
+    | RefitEvent
+    | FleetEvent
+    | ControlEvent
+    | WaitsEvent
 )
 
 

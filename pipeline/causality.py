@@ -136,7 +136,8 @@ def _parents(
             named = [("batch.ready", body.batch)]
         case ev.RefitRequested():
             before = [("refit.committed", body.epoch - 1), ("refit.failed", body.epoch - 1)]
-            named = [("step.finished", body.version), ("policy.ready", body.version), *before]
+            members = [("engine.ready", member.actor, member.boot) for member in body.engines]
+            named = [("step.finished", body.version), ("policy.ready", body.version), *before, *members]
         case ev.CheckpointSaved():
             named = [("step.finished", body.version)]
     yield from (key for key in named if key in nodes)

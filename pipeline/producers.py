@@ -83,4 +83,7 @@ def _setting(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise PipelineError(f"{text!r}: expected KEY=VALUE, a setting of the producer", Exit.USAGE)
-    return key, yaml.safe_load(value)
+    try:
+        return key, yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise PipelineError(f"{text!r}: the value is not YAML: {error}", Exit.USAGE) from error

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
+from inspect import Parameter, signature
 from typing import Any, TypeGuard
 
 from contracts.producer import CONTRACT_VERSION, GROUP, MultiTurn, Producer, SingleTurn
@@ -24,14 +26,33 @@ def load(name: str, args: Mapping[str, Any]) -> Producer:
         factory = entry.load()
     except (ImportError, AttributeError) as error:
         raise ProducerError(f"producer {name!r} ({entry.value}) can't be imported: {error}") from error
+    _fit(name, factory, args)
     try:
         producer = factory(**args)
-    except (TypeError, ValueError, AssertionError) as error:
+    except Exception as error:  # whatever a plug-in raises, its settings are what it was given
         raise ProducerError(
             f"producer {name!r} refuses producer.args={dict(args)!r}: {type(error).__name__}: {error}"
         ) from error
     _check(name, producer)
     return producer
+
+
+def _fit(name: str, factory: Any, args: Mapping[str, Any]) -> None:
+    """Raises `ProducerError` for a setting that the producer does not have, and one that it needs."""
+    try:
+        parameters = signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return
+    named = {p.name: p for p in parameters if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)}
+    takes = ", ".join(named) or "none"
+    if not any(p.kind is Parameter.VAR_KEYWORD for p in parameters):
+        for unknown in sorted(args.keys() - named.keys()):
+            near = get_close_matches(unknown, named, 1)
+            hint = f", did you mean {near[0]!r}?" if near else "."
+            raise ProducerError(f"producer {name!r} has no setting {unknown!r}{hint} It takes: {takes}")
+    missing = [p.name for p in named.values() if p.default is Parameter.empty and p.name not in args]
+    if missing:
+        raise ProducerError(f"producer {name!r} needs producer.args.{missing[0]}. It takes: {takes}")
 
 
 def is_multi_turn(producer: Producer) -> TypeGuard[MultiTurn]:

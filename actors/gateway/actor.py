@@ -19,6 +19,7 @@ from actors.gateway.client import (
 )
 from actors.gateway.core import GatewayCore
 from actors.gateway.http import Server
+from actors.gateway.serving import Live, Serving
 from actors.gateway.state import (
     AbortAll,
     AbortCall,
@@ -35,7 +36,7 @@ from actors.gateway.state import (
     gate,
 )
 from actors.gateway.tokens import ModelFilesError, Tokens
-from actors.gateway.upstream import AnswerError, Draft, Job, absorb, body, rids
+from actors.gateway.upstream import AnswerError, Arriving, Draft, Job, absorb, body, rids, size_limit
 from config.schema import RunConfig
 from contracts.core import Context, Fatal
 
@@ -47,6 +48,7 @@ ABORT_EVERY_S, ABORT_EVERY_MAX_S = 0.05, 1.0
 """An abort that overtakes its request has no effect, so it is repeated: the first pause, doubled up to the last."""
 BACKSTOP_S = 2.0
 """How long after its deadline a request is ended even if the core can't commit."""
+STREAM = "text/event-stream"
 DATA_STATUS = frozenset((400, 413, 422))
 """Answers of an engine that blame the request."""
 
@@ -54,9 +56,12 @@ DATA_STATUS = frozenset((400, 413, 422))
 class Entry:
     """A request in hand: its job, its samples so far, and the caller's answer."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, live: Live | None) -> None:
         self.job = job
         self.drafts = [Draft() for _ in range(job.n)]
+        self.live = live
+        if live is not None:
+            live.drafts = self.drafts
         self.answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
 
@@ -67,6 +72,8 @@ class Flight:
         self.call = call
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.was_cut = False
+        self.arriving: Arriving | None = None
+        """What has come of a streamed answer."""
         self._task = asyncio.current_task()
 
     def cut(self) -> None:
@@ -74,6 +81,12 @@ class Flight:
         if self._task is not None and not self.was_cut and not self.over.done():
             self.was_cut = True
             self._task.cancel()
+
+    def ended(self, fault: str) -> Answered | CallFailed:
+        """What an answer that broke off comes to: the tokens that were passed on count."""
+        if self.arriving is not None and (self.arriving.grew or self.arriving.whole):
+            return Answered(self.call.call, self.arriving.parts())
+        return CallFailed(self.call.call, "infra", fault)
 
     def rescue(self) -> bool:
         """Whether the cancellation that was caught was ours, and is taken back."""
@@ -103,7 +116,8 @@ class GatewayShell:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
         )
         longest = min(self._tokens.context, self._config.engine.max_total_tokens)
-        self._server = Server(self._tokens, longest, self._config.gateway, context.clock, self._submit, self._status)
+        serving = Serving(self._tokens, longest, self._config.gateway, context.clock, self._submit)
+        self._server = Server(serving, self._status)
         self._url = await self._server.start(self._config.network.host, patient=context.boot > 1)
 
     async def perform(self, command: Any) -> Any | None:
@@ -147,10 +161,10 @@ class GatewayShell:
 
     # --- callers -----------------------------------------------------------------------------------------------------
 
-    async def _submit(self, job: Job) -> Generated:
+    async def _submit(self, job: Job, live: Live | None = None) -> Generated:
         """Hand a job to the core and wait for its end. A caller that leaves cancels this."""
         number = next(self._numbers)
-        entry = self._entries[number] = Entry(job)
+        entry = self._entries[number] = Entry(job, live)
         try:
             async with asyncio.timeout(job.deadline_at + BACKSTOP_S - self._context.clock.now()):
                 await self._announced.wait()
@@ -202,38 +216,52 @@ class GatewayShell:
             return CallFailed(call.call, "infra", "the caller left")
         flight = self._flights[call.call] = Flight(call)
         try:
-            return await self._post(call, entry)
+            return await self._post(flight, entry)
         except asyncio.CancelledError:
             if not flight.rescue():
                 raise
-            return CallFailed(call.call, "infra", "it was cut off")
+            return flight.ended("it was cut off")
         finally:
             del self._flights[call.call]
             flight.over.set_result(None)
 
-    async def _post(self, call: Call, entry: Entry) -> Answered | CallFailed:
+    async def _post(self, flight: Flight, entry: Entry) -> Answered | CallFailed:
+        call = flight.call
         headers = {
             "content-type": "application/json",
             "x-sluice-epoch": str(call.epoch),
             "x-sluice-rids": ",".join(rids(call)),
         }
-        limit = 65_536 + 256 * entry.job.max_new_tokens * len(call.samples)
+        asked = body(entry.job, entry.drafts, call, stream=entry.live is not None)
         try:
-            async with self._request(f"{call.url}/generate", body(entry.job, entry.drafts, call), headers) as response:
-                data = await _read(response, limit)
+            async with self._request(f"{call.url}/generate", asked, headers) as response:
+                boot = response.headers.get("x-sluice-boot")
+                stranger = response.status == 200 and boot != str(call.boot)
+                if entry.live is not None and response.content_type == STREAM and not stranger:
+                    return await self._follow(flight, entry, entry.live, response)
+                data = await _read(response, size_limit(entry.job, len(call.samples)))
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            return CallFailed(call.call, "infra", f"{type(error).__name__}: {error}")
+            return flight.ended(f"{type(error).__name__}: {error}")
         except AnswerError as error:
-            return CallFailed(call.call, "infra", str(error))
+            return flight.ended(str(error))
         if response.status != 200:
             return _failure(call, response.status, data)
-        boot = response.headers.get("x-sluice-boot")
-        if boot != str(call.boot):
+        if stranger:
             return CallFailed(call.call, "infra", f"boot {boot} answered, boot {call.boot} is committed")
         try:
             return Answered(call.call, absorb(data, entry.job, entry.drafts, call, self._tokens.vocabulary))
         except AnswerError as error:
             return CallFailed(call.call, "infra", str(error))
+
+    async def _follow(
+        self, flight: Flight, entry: Entry, live: Live, response: aiohttp.ClientResponse
+    ) -> Answered | CallFailed:
+        """Pass on what an engine streams. Raises `AnswerError`, as what reading raises."""
+        flight.arriving = Arriving(entry.job, entry.drafts, flight.call, self._tokens.vocabulary)
+        async for chunk in response.content.iter_any():
+            flight.arriving.feed(chunk)
+            live.news.set()
+        return flight.ended("the stream ended without a token")
 
     async def _abort(self, command: AbortCall) -> None:
         """Abort a call at its engine until it ends, and cut it off at the deadline."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -12,11 +12,9 @@ import msgspec
 from actors.gateway.client import DataProblem, DeadlineProblem, Generated, Problem, Sample, SamplingForm
 from actors.gateway.episodes import Episodes, Held
 from actors.gateway.parsing import Parsed, names_of, parse
+from actors.gateway.serving import Live, Serving
 from actors.gateway.sessions import Plan, canonical
-from actors.gateway.tokens import Tokens
 from actors.gateway.upstream import Job, seed_of
-from config.schema import GatewayConfig
-from contracts.core import Clock
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,43 +51,35 @@ def offered(tools: Sequence[Mapping[str, Any]] | None) -> list[str] | None:
 
 
 class Chat:
-    """Answers asks. `context`: tokens that prompt and answer may have together."""
+    """Answers asks, those of `episodes` and others."""
 
-    def __init__(
-        self,
-        tokens: Tokens,
-        context: int,
-        config: GatewayConfig,
-        clock: Clock,
-        submit: Callable[[Job], Awaitable[Generated]],
-        episodes: Episodes,
-    ) -> None:
-        self._tokens = tokens
-        self._context = context
-        self._config = config
-        self._clock = clock
-        self._submit = submit
+    def __init__(self, serving: Serving, episodes: Episodes) -> None:
+        self._tokens = serving.tokens
+        self._context = serving.context
+        self._config = serving.config
+        self._clock = serving.clock
+        self._submit = serving.submit
         self._episodes = episodes
         self._anonymous = itertools.count(1)
 
-    async def answer(self, ask: Ask, arrived_at: float) -> Served:
-        """Sample the next assistant message. Raises a `Problem`."""
+    async def answer(self, ask: Ask, arrived_at: float, live: Live | None = None) -> Served:
+        """Sample the next assistant message, which `live` can follow. Raises a `Problem`."""
         if ask.session is None:
-            return await self._free(ask, arrived_at)
+            return await self._free(ask, arrived_at, live)
         held = self._episodes.get(ask.session)
         task = asyncio.current_task()
         assert task is not None
         held.requests.add(task)
         try:
             async with held.turn:
-                return await self._turn(ask, held, arrived_at)
+                return await self._turn(ask, held, arrived_at, live)
         except Problem as problem:
             held.episode.failed(problem.kind, str(problem))
             raise
         finally:
             held.requests.discard(task)
 
-    async def _free(self, ask: Ask, arrived_at: float) -> Served:
+    async def _free(self, ask: Ask, arrived_at: float, live: Live | None) -> Served:
         """A turn of no episode: exact as far as the messages carry their ids."""
         plan = carried(ask.messages)
         self._tokens.check("ids carried by messages", plan.prefix)
@@ -99,12 +89,12 @@ class Chat:
             max_new_tokens=ask.max_tokens or self._context,
             seed=ask.seed,
         )
-        deadline_at = self._deadline(ask, arrived_at)
+        deadline_at = self.deadline(ask, arrived_at)
         job = self.job(f"anonymous-{next(self._anonymous)}", prompt, sampling, ask.n, deadline_at)
-        generated = await self._submit(job)
+        generated = await self._sampled(job, live)
         return self._served(ask, generated, None)
 
-    async def _turn(self, ask: Ask, held: Held, arrived_at: float) -> Served:
+    async def _turn(self, ask: Ask, held: Held, arrived_at: float, live: Live | None) -> Served:
         if ask.n != 1:
             raise DataProblem(f"n={ask.n}: a turn of an episode has one answer")
         sampling = held.sampling
@@ -123,12 +113,17 @@ class Chat:
             max_new_tokens=min(sampling.max_new_tokens, ask.max_tokens or sampling.max_new_tokens),
             seed=None if sampling.seed is None else seed_of(sampling.seed, 0, turn),
         )
-        deadline_at = min(held.deadline_at, self._deadline(ask, arrived_at))
+        deadline_at = min(held.deadline_at, self.deadline(ask, arrived_at))
         assert ask.session is not None
-        generated = await self._submit(self.job(ask.session, prompt, sampling, 1, deadline_at))
+        generated = await self._sampled(self.job(ask.session, prompt, sampling, 1, deadline_at), live)
         served = self._served(ask, generated, turn)
         episode.add(plan, ask.messages, ask.tools, prompt, served.samples[0], served.answers[0])
         return served
+
+    async def _sampled(self, job: Job, live: Live | None) -> Generated:
+        if live is not None:
+            live.thinking = self._tokens.thinking(job.prompt_ids)
+        return await self._submit(job, live)
 
     async def _prompt(self, ask: Ask, plan: Plan) -> list[int]:
         """The ids of a conversation, by plan."""
@@ -163,7 +158,8 @@ class Chat:
     def parsed(self, prompt: list[int], text: str, tools: Sequence[Mapping[str, Any]] | None) -> Parsed:
         return parse(text, offered(tools), self._tokens.thinking(prompt))
 
-    def _deadline(self, ask: Ask, arrived_at: float) -> float:
+    def deadline(self, ask: Ask, arrived_at: float) -> float:
+        """When an ask that arrived then must have its answer."""
         limit = self._config.request_deadline_s
         return arrived_at + min(ask.deadline_s or limit, limit)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+import math
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import structlog
 from aiohttp import web
 
 from actors.gateway.chat import Ask, Chat, Served, offered
@@ -18,26 +21,31 @@ from actors.gateway.openai import (
     ChatForm,
     ResponsesForm,
     chat_answer,
-    chat_chunks,
     read_chat,
     read_responses,
     responses_answer,
-    responses_events,
 )
+from actors.gateway.serving import Live, Serving
+from actors.gateway.streams import ChatStream, ResponsesStream
 from actors.gateway.tokens import Tokens
 from actors.gateway.upstream import Job
 from actors.network import address_of
-from config.schema import GatewayConfig
-from contracts.core import Clock, Fatal
+from contracts.core import Fatal
 
 ALIVE_EVERY_S = 5.0
 """Pause between two signs of life in a stream whose answer is not there yet."""
+UNREAD_S = 30.0
+"""How long a caller may leave unread what it is sent."""
 BIND_DEADLINE_S = 5.0
 """How long a restarted gateway waits for its predecessor's port."""
 
 _JSON = "application/json"
 F = TypeVar("F", ChatForm, ResponsesForm)
-T = TypeVar("T")
+REFUSED = (web.HTTPRequestEntityTooLarge, Problem)
+
+
+class CutOff(Exception):
+    """The caller did not read, and its connection is closed."""
 
 
 class GenerateForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,29 +68,20 @@ _openings = msgspec.json.Decoder(OpenForm)
 
 
 class Server:
-    """Serves /generate, OpenAI's APIs, episodes, /health and /status. `submit` answers a job or raises a `Problem`.
+    """Serves /generate, OpenAI's APIs, episodes, /health and /status, which answers `status()`.
 
-    `context`: tokens that prompt and completion may have together.
+    A caller that doesn't read what it is sent is cut off after `UNREAD_S`.
     """
 
-    def __init__(
-        self,
-        tokens: Tokens,
-        context: int,
-        config: GatewayConfig,
-        clock: Clock,
-        submit: Callable[[Job], Awaitable[Generated]],
-        status: Callable[[], dict[str, Any]],
-    ) -> None:
-        self._tokens = tokens
-        self._context = context
-        self._config = config
-        self._clock = clock
-        self._submit = submit
+    def __init__(self, serving: Serving, status: Callable[[], dict[str, Any]]) -> None:
+        self._tokens = serving.tokens
+        self._config = serving.config
+        self._clock = serving.clock
+        self._submit = serving.submit
         self._status = status
-        self._episodes = Episodes(config.max_episodes, clock.now)
-        self._chat = Chat(tokens, context, config, clock, submit, self._episodes)
-        app = web.Application(client_max_size=config.max_body_mib * 2**20)
+        self._episodes = Episodes(serving.config.max_episodes, serving.clock.now)
+        self._chat = Chat(serving, self._episodes)
+        app = web.Application(client_max_size=serving.config.max_body_mib * 2**20)
         # The first that fits is taken, so what is asked most comes first.
         for base in ("/v1", "/episodes/{episode}/v1"):
             app.add_routes(
@@ -137,10 +136,10 @@ class Server:
 
         async def answer() -> bytes:
             form = _parse(await request.read())
-            generated = await self._submit(await self._job(form, arrived_at))
+            generated = await self._submit(await self._job(form, arrived_at), None)
             return msgspec.json.encode(self._taken_apart(generated, form) if form.messages or form.tools else generated)
 
-        return await self._answered(answer())
+        return await self._answered(request, answer())
 
     def _taken_apart(self, generated: Generated, form: GenerateForm) -> Generated:
         replace = msgspec.structs.replace
@@ -150,14 +149,22 @@ class Server:
         ]
         return replace(generated, samples=samples)
 
-    async def _answered(self, work: Coroutine[Any, Any, bytes]) -> web.Response:
+    async def _answered(self, request: web.Request, work: Coroutine[Any, Any, bytes]) -> web.Response:
         """The body that `work` answers, or its problem."""
         try:
-            return web.Response(body=await work, content_type=_JSON)
-        except web.HTTPRequestEntityTooLarge:
-            return _refusal(413, "data", f"the body exceeds gateway.max_body_mib={self._config.max_body_mib}")
-        except Problem as problem:
-            return _refusal(problem.status, problem.kind, str(problem))
+            response = web.Response(body=await work, content_type=_JSON)
+        except REFUSED as error:
+            response = self._refusal(error)
+        return await _send(request, response)
+
+    def _refusal(self, error: Exception) -> web.Response:
+        if isinstance(error, Problem):
+            status, kind, message = error.status, error.kind, str(error)
+        else:
+            status, kind, message = 413, "data", f"the body exceeds gateway.max_body_mib={self._config.max_body_mib}"
+        return web.Response(
+            status=status, body=msgspec.json.encode(_error_body(status, kind, message)), content_type=_JSON
+        )
 
     async def _job(self, form: GenerateForm, arrived_at: float) -> Job:
         prompt_ids = await self._prompt(form)
@@ -185,59 +192,74 @@ class Server:
             self._episodes.open(request.match_info["episode"], _opening(await request.read()))
             return b"{}"
 
-        return await self._answered(answer())
+        return await self._answered(request, answer())
 
     async def _finish(self, request: web.Request) -> web.Response:
         async def answer() -> bytes:
             return msgspec.json.encode(self._episodes.finish(request.match_info["episode"]))
 
-        return await self._answered(answer())
+        return await self._answered(request, answer())
 
     # --- OpenAI's ----------------------------------------------------------------------------------------------------
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        def finished(served: Served, form: ChatForm) -> dict[str, Any]:
-            return chat_answer(served, form)
-
-        return await self._openai(request, read_chat, finished, chat_chunks, b"data: [DONE]\n\n")
+        return await self._openai(request, read_chat, chat_answer, ChatStream)
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
-        def events(answer: dict[str, Any], form: ResponsesForm) -> Iterator[dict[str, Any]]:
-            return responses_events(answer)
-
-        return await self._openai(request, read_responses, responses_answer, events, b"")
+        return await self._openai(request, read_responses, responses_answer, ResponsesStream)
 
     async def _openai(
         self,
         request: web.Request,
         read: Callable[[bytes], tuple[F, Ask]],
         finished: Callable[[Served, F], dict[str, Any]],
-        parts: Callable[[dict[str, Any], F], Iterator[dict[str, Any]]],
-        end: bytes,
+        streamed: Callable[[F, Tokens, list[str] | None], ChatStream | ResponsesStream],
     ) -> web.StreamResponse:
-        """Read, sample, answer; a stream is begun at once and kept alive while its answer is held or sampled."""
+        """Read, sample, answer: whole, or piece by piece as it is sampled."""
         arrived_at = self._clock.now()
+        response: web.Response | None = None
         try:
             form, ask = read(await request.read())
             named = request.match_info.get("episode")
             ask = msgspec.structs.replace(ask, session=named) if named else ask
             if not form.stream:
                 answer = finished(await self._chat.answer(ask, arrived_at), form)
-                return web.Response(body=msgspec.json.encode(answer), content_type=_JSON)
-        except web.HTTPRequestEntityTooLarge:
-            return _refusal(413, "data", f"the body exceeds gateway.max_body_mib={self._config.max_body_mib}")
-        except Problem as problem:
-            return _refusal(problem.status, problem.kind, str(problem))
+                response = web.Response(body=msgspec.json.encode(answer), content_type=_JSON)
+        except REFUSED as error:
+            return await _send(request, self._refusal(error))
+        if response is not None:
+            return await _send(request, response)
+        return await self._stream(request, ask, arrived_at, streamed(form, self._tokens, offered(ask.tools)))
+
+    async def _stream(
+        self, request: web.Request, ask: Ask, arrived_at: float, stream: ChatStream | ResponsesStream
+    ) -> web.StreamResponse:
+        """Pieces as they come, and a sign of life where none does for a while."""
         response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
-        await response.prepare(request)
+        end_at = self._chat.deadline(ask, arrived_at) + UNREAD_S
+        live = Live()
+        answer = asyncio.ensure_future(self._chat.answer(ask, arrived_at, live))
+        answer.add_done_callback(lambda _: live.news.set())
         try:
-            answer = finished(await _alive(self._chat.answer(ask, arrived_at), response), form)
-            for part in parts(answer, form):
-                await response.write(_event(part))
-            await response.write(end)
-        except Problem as problem:
-            await response.write(_event(_error_body(problem.status, problem.kind, str(problem))))
-        await response.write_eof()
+            async with _reading(request):
+                await response.prepare(request)
+            while not answer.done():
+                pieces = b": waiting\n\n"
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(ALIVE_EVERY_S):
+                        await live.news.wait()
+                    live.news.clear()
+                    pieces = b"" if answer.done() else b"".join(map(_event, stream.news(live)))
+                if pieces:
+                    async with _reading(request, end_at - self._clock.now()):
+                        await response.write(pieces)
+            async with _reading(request):
+                await response.write(_rest(answer, stream, live))
+                await response.write_eof()
+        except CutOff:
+            pass
+        finally:
+            answer.cancel()
         return response
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -270,15 +292,33 @@ def _opening(data: bytes) -> OpenForm:
         raise DataProblem(f"can't open an episode: {error}") from error
 
 
-async def _alive(work: Coroutine[Any, Any, T], response: web.StreamResponse) -> T:
-    """`work`'s value, with a comment in the stream now and then until it is there."""
-    task = asyncio.ensure_future(work)
+@contextlib.asynccontextmanager
+async def _reading(request: web.Request, limit_s: float = math.inf) -> AsyncIterator[None]:
+    """Send, if the caller reads: one that doesn't is cut off, so that nothing waits for it. Raises `CutOff`."""
     try:
-        while not (await asyncio.wait((task,), timeout=ALIVE_EVERY_S))[0]:
-            await response.write(b": waiting\n\n")
-        return task.result()
-    finally:
-        task.cancel()
+        async with asyncio.timeout(min(UNREAD_S, limit_s)):
+            yield
+    except TimeoutError as error:
+        if request.transport is not None:
+            request.transport.abort()
+        structlog.get_logger().warning("caller cut off", path=request.path, reason="it does not read its answer")
+        raise CutOff from error
+
+
+async def _send(request: web.Request, response: web.Response) -> web.Response:
+    with contextlib.suppress(CutOff):
+        async with _reading(request):
+            await response.prepare(request)
+            await response.write_eof()
+    return response
+
+
+def _rest(answer: asyncio.Future[Served], stream: ChatStream | ResponsesStream, live: Live) -> bytes:
+    """The end of a stream: what is left to tell, or the problem."""
+    try:
+        return b"".join(map(_event, stream.end(answer.result(), live))) + stream.closing
+    except Problem as problem:
+        return _event(_error_body(problem.status, problem.kind, str(problem)))
 
 
 def _event(data: dict[str, Any]) -> bytes:
@@ -288,8 +328,3 @@ def _event(data: dict[str, Any]) -> bytes:
 
 def _error_body(status: int, kind: str, message: str) -> dict[str, Any]:
     return {"error": {"type": kind, "message": message, "code": status, "param": None}}
-
-
-def _refusal(status: int, kind: str, message: str) -> web.Response:
-    body = msgspec.json.encode(_error_body(status, kind, message))
-    return web.Response(status=status, body=body, content_type=_JSON)

@@ -7,7 +7,7 @@ policy's own. Unknown fields are left alone, as OpenAI's own clients send many t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -240,16 +240,21 @@ def _choice(number: int, prompt_ids: list[int], sample: Sample, answer: Parsed, 
         message["reasoning_content"] = answer.reasoning
     if answer.tool_calls:
         message["tool_calls"] = [
-            {"id": _id("call"), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            {"id": new_id("call"), "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in answer.tool_calls
         ]
     message |= tokens_of(prompt_ids, sample)
     logprobs = None
     if form.logprobs:
-        entries = zip(sample.output_ids, sample.logprobs, strict=True)
-        content = [{"token": f"token_id:{t}", "logprob": p, "bytes": None, "top_logprobs": []} for t, p in entries]
-        logprobs = {"content": content, "refusal": None}
+        logprobs = logprobs_of(sample.output_ids, sample.logprobs)
     return {"index": number, "message": message, "finish_reason": _finish(sample, answer), "logprobs": logprobs}
+
+
+def logprobs_of(ids: list[int], logprobs: list[float]) -> dict[str, Any]:
+    """In OpenAI's form; tokens are named by their ids."""
+    entries = zip(ids, logprobs, strict=True)
+    content = [{"token": f"token_id:{t}", "logprob": p, "bytes": None, "top_logprobs": []} for t, p in entries]
+    return {"content": content, "refusal": None}
 
 
 def _finish(sample: Sample, answer: Parsed) -> str:
@@ -263,7 +268,8 @@ def _usage(served: Served, prompt: str, completion: str) -> dict[str, Any]:
     return {prompt: read, completion: written, "total_tokens": read + written}
 
 
-def _id(kind: str) -> str:
+def new_id(kind: str) -> str:
+    """An id that nothing else has."""
     return f"{kind}_{uuid4().hex[:24]}"
 
 
@@ -273,18 +279,18 @@ def responses_answer(served: Served, form: ResponsesForm) -> dict[str, Any]:
     output: list[dict[str, Any]] = []
     if answer.reasoning is not None:
         summary = [{"type": "summary_text", "text": answer.reasoning}]
-        output.append({"id": _id("rs"), "type": "reasoning", "summary": summary})
+        output.append({"id": new_id("rs"), "type": "reasoning", "summary": summary})
     if answer.content or not answer.tool_calls:
         content = [{"type": "output_text", "text": answer.content, "annotations": []}]
         message = {"type": "message", "role": "assistant", "status": "completed", "content": content}
-        output.append({"id": _id("msg"), **message})
+        output.append({"id": new_id("msg"), **message})
     for call in answer.tool_calls:
-        item = {"type": "function_call", "call_id": _id("call"), "name": call.name, "arguments": call.arguments}
-        output.append({"id": _id("fc"), **item, "status": "completed"})
+        item = {"type": "function_call", "call_id": new_id("call"), "name": call.name, "arguments": call.arguments}
+        output.append({"id": new_id("fc"), **item, "status": "completed"})
     output[-1] |= tokens_of(served.prompt_ids, sample)
     cut = sample.finish_reason == "length"
     return {
-        "id": _id("resp"),
+        "id": new_id("resp"),
         "object": "response",
         "created_at": int(time.time()),
         "status": "incomplete" if cut else "completed",
@@ -299,46 +305,3 @@ def responses_answer(served: Served, form: ResponsesForm) -> dict[str, Any]:
         "usage": _usage(served, "input_tokens", "output_tokens"),
         "sluice": {"turn": served.turn, "held_s": served.held_s},
     }
-
-
-# --- streams ---------------------------------------------------------------------------------------------------------
-
-
-def chat_chunks(answer: dict[str, Any], form: ChatForm) -> Iterator[dict[str, Any]]:
-    """A chat answer as the chunks of a stream; the exact tokens come with the chunk that ends a choice."""
-    head = {key: answer[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    for choice in answer["choices"]:
-        message, index = choice["message"], choice["index"]
-        tokens = {key: message[key] for key in message if key.startswith(("prompt_", "generation_"))}
-        deltas: list[dict[str, Any]] = [{"role": "assistant"}]
-        deltas += [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
-        calls = message.get("tool_calls", ())
-        deltas += [{"tool_calls": [{"index": number, **call}]} for number, call in enumerate(calls)]
-        for delta in deltas:
-            yield {**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}]}
-        end = {"index": index, "delta": tokens, "finish_reason": choice["finish_reason"]}
-        yield {**head, "choices": [{**end, "logprobs": choice["logprobs"]}]}
-    if (form.stream_options or {}).get("include_usage"):
-        yield {**head, "choices": [], "usage": answer["usage"]}
-
-
-def responses_events(answer: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """An answer of the Responses API as the events of a stream."""
-    numbers = iter(range(10_000))
-
-    def event(kind: str, **fields: Any) -> dict[str, Any]:
-        return {"type": kind, "sequence_number": next(numbers), **fields}
-
-    yield event("response.created", response={**answer, "status": "in_progress", "output": []})
-    for index, item in enumerate(answer["output"]):
-        yield event("response.output_item.added", output_index=index, item={**item, "status": "in_progress"})
-        where = {"item_id": item["id"], "output_index": index}
-        if item["type"] == "message":
-            text = item["content"][0]["text"]
-            yield event("response.output_text.delta", **where, content_index=0, delta=text)
-            yield event("response.output_text.done", **where, content_index=0, text=text)
-        elif item["type"] == "function_call":
-            yield event("response.function_call_arguments.delta", **where, delta=item["arguments"])
-            yield event("response.function_call_arguments.done", **where, arguments=item["arguments"])
-        yield event("response.output_item.done", output_index=index, item=item)
-    yield event(f"response.{answer['status']}", response=answer)

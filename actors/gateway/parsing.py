@@ -57,6 +57,32 @@ def parse(text: str, tools: Collection[str] | None = None, thinking: bool = Fals
     return Parsed(rest.strip() if calls or reasoning is not None else rest, reasoning, calls, (*flaws, *more))
 
 
+class Shown(msgspec.Struct, frozen=True):
+    """How much of an unfinished answer can be shown: neither part ever loses what it had when the text grows."""
+
+    reasoning: str | None
+    content: str
+
+
+def shown(text: str, tools: Collection[str] | None, thinking: bool, ended: bool) -> Shown:
+    """What of `text`, which is `ended` or will grow, belongs to thinking and content beyond doubt.
+
+    The same as `parse` says at the end, but for an answer whose thinking was closed and never opened: what has been
+    shown as content stays there.
+    """
+    begin = len(text) - len(text.lstrip())
+    if not ended and THINK.startswith(text[begin:]):
+        return Shown(None, "")
+    explicit = text.startswith(THINK, begin)
+    if not explicit and not thinking:
+        return Shown(None, _visible(text, tools, False, ended))
+    start = begin + len(THINK) if explicit else 0
+    end = text.find(THINK_END, start)
+    if end < 0:
+        return Shown(text[start : len(text) if ended else _safe(text, THINK_END)].strip(), "")
+    return Shown(text[start:end].strip(), _visible(text[end + len(THINK_END) :], tools, True, ended))
+
+
 def message_of(parsed: Parsed) -> dict[str, Any]:
     """The answer as a chat message; the ids of its calls count from 0."""
     message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
@@ -150,3 +176,30 @@ def _call(block: str) -> tuple[ToolCall | None, str]:
     if not isinstance(arguments, dict):
         return None, f"arguments of {name!r} are {type(arguments).__name__}, an object is due"
     return ToolCall(name, json.dumps(arguments, ensure_ascii=False)), ""
+
+
+def _visible(text: str, tools: Collection[str] | None, bare: bool, ended: bool) -> str:
+    """Content without calls, as far as it is settled. `bare`: white space around it doesn't count."""
+    pieces, last, closed = [], 0, 0
+    for block in _BLOCK.finditer(text) if tools is not None else ():
+        closed = block.end()
+        if _call(block[1])[0] is not None:
+            pieces.append(text[last : block.start()])
+            last = closed
+            bare = bare or not "".join(pieces).strip()
+    end = len(text)
+    if not ended and tools is not None:
+        opened = text.find(CALL, closed)
+        end = opened if opened >= 0 else max(closed, _safe(text, CALL))
+    tail = text[last:end]
+    found = "".join((*pieces, tail))
+    found = found.lstrip() if bare else found
+    return found if ended and not bare and not last else found.rstrip()
+
+
+def _safe(text: str, tag: str) -> int:
+    """How much of `text` can't be the beginning of `tag`."""
+    for size in range(min(len(tag) - 1, len(text)), 0, -1):
+        if text.endswith(tag[:size]):
+            return len(text) - size
+    return len(text)

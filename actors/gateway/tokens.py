@@ -26,6 +26,9 @@ Tools = Sequence[Mapping[str, Any]] | None
 LARGE = 32_768
 """Characters from which a text is rendered and tokenised in a thread."""
 
+CHARACTER = 8
+"""Tokens that one character may take; bytes that are no character by then are shown as such."""
+
 MARK = "q7Zk1xW9answerT4vB8"
 """Stands in for an answer while what follows it is rendered: letters and digits, which no template changes."""
 
@@ -152,6 +155,24 @@ class Tokens:
 
                 self._chat = PreTrainedTokenizerFast.from_pretrained(str(self._directory), local_files_only=True)
             return self._chat
+
+
+class Unfolding:
+    """The text of ids that grow, piece by piece. A character whose bytes are not all there is kept back a while."""
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+        self._from = self._done = 0
+
+    def more(self, ids: Sequence[int]) -> str:
+        """What can be read of `ids` beyond the last call; the ids before have not changed."""
+        known = self._tokens.text(ids[self._from : self._done])
+        text = self._tokens.text(ids[self._from :])
+        unfinished = text.endswith("\ufffd") and len(ids) - self._done < CHARACTER
+        if len(text) <= len(known) or unfinished:
+            return ""
+        self._from, self._done = self._done, len(ids)
+        return text[len(known) :]
 
 
 def _size(message: Mapping[str, Any]) -> int:

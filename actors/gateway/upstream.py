@@ -68,9 +68,12 @@ class _Meta(msgspec.Struct):
 class _Answer(msgspec.Struct):
     meta_info: _Meta
     output_ids: list[int] = []
+    index: int = 0
+    """Of an event: which of several prompts it answers."""
 
 
 _answers = msgspec.json.Decoder(_Answer | list[_Answer])
+_events = msgspec.json.Decoder(_Answer)
 
 
 def rids(call: Call) -> list[str]:
@@ -78,11 +81,16 @@ def rids(call: Call) -> list[str]:
     return [rid(call.rid, sample) for sample in call.samples]
 
 
-def body(job: Job, drafts: list[Draft], call: Call) -> bytes:
+def size_limit(job: Job, samples: int) -> int:
+    """Bytes that an answer may have, or one event of it."""
+    return 65_536 + 256 * job.max_new_tokens * samples
+
+
+def body(job: Job, drafts: list[Draft], call: Call, stream: bool = False) -> bytes:
     """JSON of POST /generate: every sample of the call goes on from the prompt and what it has so far."""
     prompts = [job.prompt_ids + drafts[sample].ids for sample in call.samples]
     params = [_params(job, drafts[sample], sample) for sample in call.samples]
-    common: dict[str, Any] = {"return_logprob": True, "stream": False}
+    common: dict[str, Any] = {"return_logprob": True, "stream": stream}
     if len(prompts) == 1:
         return msgspec.json.encode(
             {"input_ids": prompts[0], "rid": rids(call)[0], "sampling_params": params[0], **common}
@@ -126,28 +134,89 @@ def absorb(data: bytes, job: Job, drafts: list[Draft], call: Call, vocabulary: i
     parts = []
     for sample, (ids, logprobs, finish) in zip(call.samples, checked, strict=True):
         drafts[sample].extend(ids, logprobs, call)
-        drafts[sample].finish = finish = _settled(finish, drafts[sample], job)
-        parts.append(Part(sample, len(ids), finish))
+        drafts[sample].finish = settled = _settled(cast(Finish, finish), drafts[sample], job)
+        parts.append(Part(sample, len(ids), settled))
     return tuple(parts)
 
 
-def _check(answer: _Answer, sample: int, room: int, vocabulary: int) -> tuple[list[int], list[float], Finish]:
+class Arriving:
+    """The streamed answer to `call`, appended to the drafts event by event. Events repeat what came before them.
+
+    What was appended stays, whatever becomes of the stream: somebody may have read it.
+    """
+
+    def __init__(self, job: Job, drafts: list[Draft], call: Call, vocabulary: int) -> None:
+        self._job, self._drafts, self._call, self._vocabulary = job, drafts, call, vocabulary
+        self._limit = size_limit(job, len(call.samples))
+        self._counts = dict.fromkeys(call.samples, 0)
+        self._finishes: dict[int, Finish] = {}
+        self._buffer = b""
+
+    @property
+    def grew(self) -> bool:
+        return any(self._counts.values())
+
+    @property
+    def whole(self) -> bool:
+        return len(self._finishes) == len(self._counts)
+
+    def feed(self, chunk: bytes) -> None:
+        """Take bytes of the stream. Raises `AnswerError`."""
+        *events, self._buffer = (self._buffer + chunk).split(b"\n\n")
+        if len(self._buffer) > self._limit:
+            raise AnswerError(f"an event exceeds {self._limit} bytes")
+        events = [event[5:].strip() for event in events if event.startswith(b"data:")]
+        answers = [event for event in events if event != b"[DONE]"]
+        for data in answers[-1:] if len(self._counts) == 1 else answers:
+            self._take(data)
+
+    def parts(self) -> tuple[Part, ...]:
+        """What was appended; a sample without its end must go on."""
+        return tuple(Part(sample, n, self._finishes.get(sample, "abort")) for sample, n in self._counts.items())
+
+    def _take(self, data: bytes) -> None:
+        try:
+            answer = _events.decode(data)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise AnswerError(f"an event is not a generation: {error}: {data[:200]!r}") from error
+        if not 0 <= answer.index < len(self._counts):
+            raise AnswerError(f"an event has index {answer.index}, {len(self._counts)} prompts were sent")
+        sample = self._call.samples[answer.index]
+        draft, known = self._drafts[sample], self._counts[sample]
+        room = self._job.max_new_tokens - len(draft.ids) + known
+        ids, logprobs, finish = _check(answer, sample, room, self._vocabulary, known)
+        draft.extend(ids, logprobs, self._call)
+        self._counts[sample] = known + len(ids)
+        if finish is not None:
+            self._finishes[sample] = draft.finish = _settled(finish, draft, self._job)
+
+
+def _check(
+    answer: _Answer, sample: int, room: int, vocabulary: int, known: int | None = None
+) -> tuple[list[int], list[float], Finish | None]:
+    """The tokens beyond the first `known` ones. None: the answer is whole, not an event of a stream that goes on."""
     where = f"sample {sample}"
     ids, entries = answer.output_ids, answer.meta_info.output_token_logprobs or []
     reason = answer.meta_info.finish_reason
     finish = reason.type if reason else None
-    if finish not in ("stop", "length", "abort"):
+    if finish is None and known is not None:
+        ids = ids[: len(entries)]
+        entries = entries[: len(ids)]
+    elif finish not in ("stop", "length", "abort"):
         raise AnswerError(f"{where}: finish_reason is {finish!r}, not stop, length or abort")
     if len(entries) != len(ids):
         raise AnswerError(f"{where}: {len(entries)} logprobs for {len(ids)} tokens")
     if len(ids) > room:
         raise AnswerError(f"{where}: {len(ids)} tokens, at most {room} were asked for")
-    if not ids and finish != "abort":
+    if not ids and finish in ("stop", "length"):
         raise AnswerError(f"{where}: no token, and finish_reason {finish}")
+    if finish is not None and len(ids) < (known or 0):
+        raise AnswerError(f"{where}: ends with {len(ids)} tokens, after {known}")
+    ids, entries = ids[known or 0 :], entries[known or 0 :]
     scored, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
     if ids and not (ids == scored and min(ids) >= 0 and max(ids) < vocabulary and _proper(logprobs)):
-        _blame(where, ids, entries, vocabulary)
-    return ids, cast(list[float], logprobs), finish
+        _blame(where, ids, entries, vocabulary, known or 0)
+    return ids, cast(list[float], logprobs), cast(Finish | None, finish)
 
 
 def _proper(logprobs: list[float | None]) -> bool:
@@ -158,9 +227,11 @@ def _proper(logprobs: list[float | None]) -> bool:
     return math.isfinite(sum(found)) and max(found) <= 0.0
 
 
-def _blame(where: str, ids: list[int], entries: list[tuple[float | None, int, Any]], vocabulary: int) -> None:
-    """Raises `AnswerError` naming the first token that is wrong."""
-    for at, (token, (logprob, scored, _)) in enumerate(zip(ids, entries, strict=True)):
+def _blame(
+    where: str, ids: list[int], entries: list[tuple[float | None, int, Any]], vocabulary: int, start: int
+) -> None:
+    """Raises `AnswerError` naming the first token that is wrong; the first one is number `start`."""
+    for at, (token, (logprob, scored, _)) in enumerate(zip(ids, entries, strict=True), start):
         if not 0 <= token < vocabulary:
             raise AnswerError(f"{where}: token {token} at {at} is not in the vocabulary of {vocabulary}")
         if token != scored:

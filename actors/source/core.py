@@ -185,10 +185,11 @@ class SourceCore:
         """Issue what may be issued, ask for what is missing, and note what is waited for."""
         if state.stopping or state.failed:
             return state, ()
+        before = state.next
         state, issued = self._issue(state)
         state, evals = self._issue_evals(state)
         state, fetches = self._fetch(state)
-        wait, ended = waits.follow(state.wait, self._lack(state), self.actor, now)
+        wait, ended = waits.follow(state.wait, self._lack(state), self.actor, now, moved=state.next > before)
         return replace(state, wait=wait), (*issued, *evals, *fetches, *ended)
 
     def _issue(self, state: State) -> Step[State]:

@@ -22,9 +22,9 @@ from pipeline.bus.keys import Keys
 from pipeline.bus.letters import DeadLetters
 from pipeline.bus.link import Link
 from pipeline.bus.lua import Key
-from pipeline.bus.model import Claimed, Commit, Committed, Depth, Lease, Limits, Trimmed, WorkEntry
+from pipeline.bus.model import Claimed, Commit, Committed, Depth, Followed, Lease, Limits, Trimmed, WorkEntry
 from pipeline.bus.packing import pack, unpack
-from pipeline.bus.reading import Reader
+from pipeline.bus.reading import Reader, predecessor
 
 DEFAULT_LIMITS = Limits()
 FETCH = 32
@@ -113,6 +113,7 @@ class Bus:
             cursors=Key(keys.cursors),
             registers=Key(keys.registers),
             order=Key(keys.order),
+            tails=Key(keys.tails),
             released=Key(keys.released),
             journal=Key(keys.journal(self.actor)),
             snapshot=Key(keys.snapshot(self.actor)),
@@ -176,7 +177,8 @@ class Bus:
         At least once: if the connection is cut, the entry may appear twice.
         """
         self._size(f"an entry of {stream}", data, "entry")
-        call = scripts.post(Key(self.keys.order), Key(self.keys.stream(stream)), data)
+        keys = self.keys
+        call = scripts.post(Key(keys.order), Key(keys.tails), Key(keys.stream(stream)), data)
         return (await self._link.call(call)).decode()
 
     # --- work ---
@@ -228,11 +230,30 @@ class Bus:
     # --- broadcast ---
 
     async def read_after(self, cursors: Mapping[str, str], *, block_ms: int | None, count: int) -> list[Entry]:
-        """Up to `count` entries of each stream behind its cursor (`0-0`: from the start).
+        """Up to `count` entries of each stream behind its cursor (`0-0`: from the start), in the order of commits."""
+        return (await self.follow(cursors, block_ms=block_ms, count=count)).entries
 
-        Entries of one stream come in its order; streams are merged by the store's time in milliseconds.
+    async def follow(self, cursors: Mapping[str, str], *, block_ms: int | None, count: int) -> Followed:
+        """As `read_after`, and what was deleted from the streams before this reader came to it.
+
+        A deletion is seen as soon as a later entry of the stream is read; for the last one, see `tails`.
         """
         return await self._reader.after(cursors, block_ms or 0, count)
+
+    async def tails(self, streams: Sequence[str]) -> dict[str, str]:
+        """The last id that each stream was ever given, whether or not it is still there; `0-0` for none."""
+        if not streams:
+            return {}
+        found = await self._link.command("HMGET", self.keys.tails, *(self.keys.stream(stream) for stream in streams))
+        return {s: tail.decode() if tail else "0-0" for s, tail in zip(streams, found, strict=True)}
+
+    async def starts(self, streams: Sequence[str]) -> dict[str, str]:
+        """Cursors just before the first entry that each stream still has: where a new reader begins."""
+        tails = await self.tails(streams)
+        rows = await self._link.pipeline(
+            [["XRANGE", self.keys.stream(stream), "-", "+", "COUNT", 1] for stream in streams]
+        )
+        return {s: predecessor(row[0][1]) if row else tails[s] for s, row in zip(streams, rows, strict=True)}
 
     async def trim(self, stream: str, floor: str, readers: Sequence[str] = ()) -> Trimmed:
         """Delete entries below `floor` that every reader is done with.

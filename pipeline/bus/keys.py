@@ -28,6 +28,8 @@ class Keys:
         """Hash: name -> integer that only rises."""
         self.order = f"{self.prefix}order"
         """Counter of the events of the run: entry `<n>-0` of any stream is the n-th, so ids order the whole log."""
+        self.tails = f"{self.prefix}tails"
+        """Hash: key of a stream -> id of its last entry. Every entry names the one before it, in its field `p`."""
         self.released = f"{self.prefix}released"
         """Stream: entry `<n>-<k>` lists payloads that nobody needs once the log is archived up to its n-th event."""
         self.config = f"{self.prefix}config"

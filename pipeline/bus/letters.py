@@ -45,7 +45,8 @@ class DeadLetters:
     async def requeue(self, stream: str, entry: str, data: bytes) -> str | None:
         """Append `data` to `stream` in place of a dead letter; answers its id there, None if the letter was gone."""
         key, dead = Key(self._keys.stream(stream)), Key(self._keys.dead(stream))
-        added = await self._link.call(scripts.requeue(Key(self._keys.order), key, dead, entry, data))
+        order, tails = Key(self._keys.order), Key(self._keys.tails)
+        added = await self._link.call(scripts.requeue(order, tails, key, dead, entry, data))
         return None if added is None else added.decode()
 
     async def drop(self, stream: str, entry: str) -> bool:

@@ -71,11 +71,13 @@ class Script(Generic[P, R]):
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
-        bound = self._signature.bind(*args, **kwargs)
+        bound: dict[str, Any] = dict(zip(self._shapes, args, strict=False)) | kwargs
+        if bound.keys() != self._shapes.keys() or len(args) + len(kwargs) != len(bound):
+            self._signature.bind(*args, **kwargs)  # says what is wrong, and is slow
         keys: list[str] = []
         argv: list[str | bytes | int | float] = []
         for name, shape in self._shapes.items():
-            value: Any = bound.arguments[name]
+            value = bound[name]
             if shape[0] != "*":
                 (keys if shape == "k" else argv).append(value)
                 continue

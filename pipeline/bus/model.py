@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from contracts.core import Entry
+
 
 class Limits(msgspec.Struct, frozen=True):
     """Sizes checked before anything is sent, in bytes."""
@@ -79,6 +81,21 @@ class Claimed(msgspec.Struct, frozen=True):
 
     entries: list[WorkEntry]
     deleted: list[str]
+
+
+class Gap(msgspec.Struct, frozen=True):
+    """Entries of `stream` behind `after` were deleted before they were read; `upto` is the last of them."""
+
+    stream: str
+    after: str
+    upto: str
+
+
+class Followed(msgspec.Struct, frozen=True):
+    """What lies behind the cursors of a reader; `gaps`: what lay there and is gone, at most one a stream."""
+
+    entries: list[Entry]
+    gaps: list[Gap]
 
 
 class Trimmed(msgspec.Struct, frozen=True):

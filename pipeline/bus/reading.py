@@ -12,7 +12,7 @@ from pipeline.bus import scripts
 from pipeline.bus.keys import Keys
 from pipeline.bus.link import Link
 from pipeline.bus.lua import Key
-from pipeline.bus.model import Claimed, WorkEntry
+from pipeline.bus.model import Claimed, Followed, Gap, WorkEntry
 
 _LOST: Any = object()
 
@@ -123,28 +123,42 @@ class Reader:
 
     # --- broadcast ---
 
-    async def after(self, cursors: Mapping[str, str], block_ms: int, count: int) -> list[Entry]:
-        """See `Bus.read_after`."""
+    async def after(self, cursors: Mapping[str, str], block_ms: int, count: int) -> Followed:
+        """See `Bus.follow`."""
         if not cursors:
-            return []
-        return self._events(await self._link.command(*self._read(cursors, block_ms, count), block_ms=block_ms))
+            return Followed([], [])
+        reply = await self._link.command(*self._read(cursors, block_ms, count), block_ms=block_ms)
+        return self._events(reply or (), cursors)
 
     def _read(self, cursors: Mapping[str, str], block_ms: int, count: int) -> list[Any]:
         block = ["BLOCK", block_ms] if block_ms else []
         keys = [self._keys.stream(stream) for stream in cursors]
         return ["XREAD", "COUNT", count, *block, "STREAMS", *keys, *cursors.values()]
 
-    def _events(self, reply: Any) -> list[Entry]:
-        """Entries of a reply, merged by the store's time; those of one stream keep their order."""
-        entries = [
-            Entry(name, id.decode(), fields[1])
-            for key, rows in reply or ()
-            for name in (self._name(key),)
-            for id, fields in rows
-        ]
-        entries.sort(key=_millisecond)
-        return entries
+    def _events(self, reply: Any, cursors: Mapping[str, str]) -> Followed:
+        """Entries of a reply in the order of commits, and what is missing between them and the cursors."""
+        entries: list[Entry] = []
+        gaps: list[Gap] = []
+        for key, rows in reply:
+            name = self._name(key)
+            cursor = behind = cursors[name]
+            missing = None
+            for id, fields in rows:
+                previous = predecessor(fields)
+                if previous != behind and _number(previous) > _number(behind):
+                    missing = previous
+                behind = id.decode()
+                entries.append(Entry(name, behind, fields[1]))
+            if missing is not None:
+                gaps.append(Gap(name, cursor, missing))
+        entries.sort(key=lambda entry: _number(entry.entry))
+        return Followed(entries, gaps)
 
 
-def _millisecond(entry: Entry) -> int:
-    return int(entry.entry.partition("-")[0])
+def predecessor(fields: Sequence[bytes]) -> str:
+    """The id of the entry before the one with these fields, in its stream; `0-0` for none, or if it doesn't say."""
+    return fields[3].decode() if len(fields) > 3 else "0-0"
+
+
+def _number(entry: str) -> int:
+    return int(entry.partition("-")[0])

@@ -26,6 +26,7 @@ def commit(
     cursors: Key,
     registers: Key,
     order: Key,
+    tails: Key,
     released: Key,
     journal: Key,
     snapshot: Key,
@@ -87,10 +88,14 @@ def commit(
       redis.call('XADD', journal, string.format('%.0f-0', seq_from + i), 'e', record)
     end
     for _, payload in ipairs(payloads) do redis.call('SET', payload[1], payload[2]) end
-    local added = {}
+    local added, ends = {}, {}
+    local before = #adds > 0 and redis.call('INCRBY', order, #adds) - #adds
     for i, add in ipairs(adds) do
-      added[i] = redis.call('XADD', add[1], string.format('%.0f-0', redis.call('INCR', order)), 'e', add[2])
+      local previous = ends[add[1]] or redis.call('HGET', tails, add[1]) or '0-0'
+      added[i] = redis.call('XADD', add[1], string.format('%.0f-0', before + i), 'e', add[2], 'p', previous)
+      ends[add[1]] = added[i]
     end
+    for stream, id in pairs(ends) do redis.call('HSET', tails, stream, id) end
     for _, ack in ipairs(acks) do redis.call('XACK', ack[1], ack[2], ack[3]) end
     for _, position in ipairs(positions) do redis.call('HSET', cursors, actor .. '/' .. position[1], position[2]) end
     for _, raise in ipairs(raises) do redis.call('HSET', registers, raise[1], raise[2]) end
@@ -107,10 +112,13 @@ def commit(
 
 
 @script
-def post(order: Key, stream: Key, data: bytes) -> bytes:
+def post(order: Key, tails: Key, stream: Key, data: bytes) -> bytes:
     """
     -- Append one entry for a writer that is no actor; answers its id.
-    return redis.call('XADD', stream, string.format('%.0f-0', redis.call('INCR', order)), 'e', data)
+    local previous = redis.call('HGET', tails, stream) or '0-0'
+    local id = redis.call('XADD', stream, string.format('%.0f-0', redis.call('INCR', order)), 'e', data, 'p', previous)
+    redis.call('HSET', tails, stream, id)
+    return id
     """
     ...
 
@@ -226,12 +234,15 @@ def bury(
 
 
 @script
-def requeue(order: Key, stream: Key, dead: Key, id: str, data: bytes) -> bytes | None:
+def requeue(order: Key, tails: Key, stream: Key, dead: Key, id: str, data: bytes) -> bytes | None:
     """
     -- Move a dead letter back, as a new entry of its stream that holds `data`; answers its id.
     -- Answers nil if the letter is gone: somebody else has requeued or dropped it.
     if redis.call('XDEL', dead, id) == 0 then return false end
-    return redis.call('XADD', stream, string.format('%.0f-0', redis.call('INCR', order)), 'e', data)
+    local previous = redis.call('HGET', tails, stream) or '0-0'
+    local new = redis.call('XADD', stream, string.format('%.0f-0', redis.call('INCR', order)), 'e', data, 'p', previous)
+    redis.call('HSET', tails, stream, new)
+    return new
     """
     ...
 

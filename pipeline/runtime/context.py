@@ -9,26 +9,27 @@ from actors import registry
 from contracts.core import Entry
 
 if TYPE_CHECKING:
-    from pipeline.bus import Bus
     from pipeline.runtime.loop import Runtime
 
 
 class BusStore:
     """Read access to the whole log."""
 
-    def __init__(self, bus: Bus, actors: Sequence[str]) -> None:
-        self._bus = bus
+    def __init__(self, runtime: Runtime, actors: Sequence[str]) -> None:
+        self._runtime = runtime
         self._actors = actors
 
     async def read_after(self, cursors: Mapping[str, str], count: int, block_ms: int) -> list[Entry]:
-        return await self._bus.read_after(cursors, count=count, block_ms=block_ms)
+        found = await self._runtime.bus.follow(cursors, count=count, block_ms=block_ms)
+        await self._runtime.report(found.gaps)
+        return found.entries
 
     async def trim(self, stream: str, floor: str) -> int:
         """An actor that the run no longer has, after a resume with fewer of them, holds nothing back."""
-        return (await self._bus.trim(stream, floor, self._actors)).removed
+        return (await self._runtime.bus.trim(stream, floor, self._actors)).removed
 
     async def discard(self, upto: str) -> int:
-        return await self._bus.discard(upto)
+        return await self._runtime.bus.discard(upto)
 
 
 class ActorContext:
@@ -42,7 +43,7 @@ class ActorContext:
         self.clock = runtime.clock
         self.log = runtime.log
         self.config = runtime.config
-        self._store = BusStore(runtime.bus, registry.names(runtime.config))
+        self._store = BusStore(runtime, registry.names(runtime.config))
         self.run_dir = runtime.run_dir
 
     @property

@@ -17,12 +17,12 @@ from typing import Any
 
 import msgspec
 
-from actors.recorder.ordering import number
+from actors.recorder.ordering import START, number
 from contracts.core import Booted, Clock, Delivered, Entry, LeaseLost, Ref, Shell, Tick
 from contracts.envelope import STREAM_OF, WORK_STREAMS, ContractError, encode
 from contracts.envelope import decode as decode_envelope
 from contracts.events import DataLost, kind
-from pipeline.bus import Bus, LeaseLostError, WorkEntry
+from pipeline.bus import Bus, Followed, Gap, LeaseLostError, WorkEntry
 from pipeline.runtime.context import ActorContext
 from pipeline.runtime.journal import Journal
 from pipeline.runtime.machine import GROUP, Attempt, Identity, Machine
@@ -59,6 +59,7 @@ class Runtime:
         self._held: set[Ref] = set()
         self._seen: dict[str, str] = {}
         self._stored: dict[str, str] = {}
+        self._missed: dict[str, str] = {}
         self._announced = 0
         self._payloads: dict[str, bytes] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -100,6 +101,7 @@ class Runtime:
         machine = Machine(self.core, identity, self.clock, self._payload, seq, state)
         machine.restored(snapshot, records)
         stored = await self.bus.cursors()
+        machine.cursors.update(await self.bus.starts([stream for stream in self.core.watch if stream not in stored]))
         machine.cursors.update({stream: entry for stream, entry in stored.items() if stream in machine.cursors})
         self._seen, self._stored = dict(machine.cursors), dict(machine.cursors)
         await self.bus.advance(boot, machine.cursors)
@@ -176,7 +178,27 @@ class Runtime:
     async def _follow(self) -> None:
         """Feed broadcast events."""
         while self._seen:
-            self._feed(await self.bus.read_after(self._seen, count=256, block_ms=5000))
+            await self._found(await self.bus.follow(self._seen, count=256, block_ms=5000))
+
+    async def _found(self, found: Followed) -> None:
+        await self.report(gap for gap in found.gaps if number(gap.upto) > number(self._seen[gap.stream]))
+        self._feed(found.entries)
+
+    async def report(self, gaps: Iterable[Gap]) -> None:
+        """Announce events that this actor was to read and never will; each once a boot."""
+        for gap in gaps:
+            if number(gap.upto) > number(self._missed.get(gap.stream, START)):
+                self._missed[gap.stream] = gap.upto
+                reason = f"deleted from the stream before it was read, maybe with others behind {gap.after}"
+                await self._announce(DataLost(stream=gap.stream, entries=(gap.upto,), reason=reason))
+
+    async def _look_for_ends(self) -> None:
+        """Report the ends of streams that were deleted before they were read, which no later entry gives away."""
+        tails = await self.bus.tails(list(self._seen))
+        if any(number(tail) > number(self._seen[stream]) for stream, tail in tails.items()):
+            await self._catch_up()
+            ahead = [(stream, tail) for stream, tail in tails.items() if number(tail) > number(self._seen[stream])]
+            await self.report(Gap(stream, self._seen[stream], tail) for stream, tail in ahead)
 
     def _feed(self, entries: Sequence[Entry]) -> None:
         fresh = []
@@ -214,7 +236,7 @@ class Runtime:
     async def _catch_up(self) -> None:
         """Feed every broadcast event that is in the store by now."""
         if self._seen:
-            self._feed(await self.bus.read_after(self._seen, count=1_000_000, block_ms=None))
+            await self._found(await self.bus.follow(self._seen, count=1_000_000, block_ms=None))
 
     async def _take(self, entries: Sequence[WorkEntry]) -> None:
         for item in entries:
@@ -243,7 +265,7 @@ class Runtime:
         await self.bus.post(STREAM_OF[type(event)], encode(envelope))
 
     async def _keep(self) -> None:
-        """Renew the leases on entries in hand, take over those that others left, and store idle cursors."""
+        """Renew leases on entries in hand, take over those that others left, look for lost ends, store idle cursors."""
         while True:
             await asyncio.sleep(LEASE_S / 4)
             for stream in self.core.work:
@@ -256,6 +278,7 @@ class Runtime:
                 room = self._intake().get(stream, 0)
                 if room:
                     await self._claim(stream, room)
+            await self._look_for_ends()
             if self.machine.cursors != self._stored:
                 self._stored = dict(self.machine.cursors)
                 await self.bus.advance(self.machine.identity.boot, self._stored)

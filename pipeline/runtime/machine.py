@@ -136,7 +136,7 @@ class Attempt:
         if isinstance(input, Booted):
             who = machine.identity
             extra = (Emit(ActorBooted(actor=who.actor, boot=who.boot, pid=who.pid, host=who.host)),)
-        elif not commands and self.state == before:
+        elif not commands and (self.state is before or self.state == before):
             return
         self.seq += 1
         self._journal.append(machine.journal.record(self.seq, now, input, commands))
@@ -145,7 +145,9 @@ class Attempt:
 
     def _passed(self, input: Delivered) -> None:
         machine, ref = self._machine, input.ref
-        machine.epoch = max(machine.epoch, getattr(input.envelope.body, "epoch", 0))
+        epoch = getattr(input.envelope.body, "epoch", 0)
+        if epoch > machine.epoch:
+            machine.epoch = epoch
         if ref.stream in self.cursors:
             self.cursors[ref.stream] = ref.entry
         else:

@@ -6,8 +6,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from msgspec.structs import replace
+
 from contracts.core import Booted, Core, Delivered, LeaseLost, Ref, Tick
-from contracts.envelope import decode
 from pipeline.bus import Fenced, LeaseLostError, RegisterStale, SequenceConflict
 from pipeline.runtime.journal import Journal
 from pipeline.runtime.loop import BATCH, LEASE_S
@@ -207,11 +208,13 @@ class SimActor:
 
     def schedule(self, delay: float) -> None:
         """Take a turn after `delay`, or earlier if one is due earlier."""
-        at = max(self.world.now() + delay, self.paused_until)
-        if self.machine is None or (self._turn_at is not None and self._turn_at <= at):
+        if self.machine is None:
             return
-        self._turn_at = at
-        self.do(at - self.world.now(), lambda: self._due(at))
+        now = self.world.now()
+        at = max(now + delay, self.paused_until)
+        if self._turn_at is None or at < self._turn_at:
+            self._turn_at = at
+            self.do(at - now, lambda: self._due(at))
 
     def _due(self, at: float) -> None:
         if self._turn_at != at:
@@ -232,7 +235,11 @@ class SimActor:
         for stream, wanted in room.items():
             if wanted > self._queued[stream]:
                 self._take(store.read_new(stream, self.name, wanted - self._queued[stream]))
-        inputs = [self._inputs.popleft() for _ in range(min(BATCH, len(self._inputs)))]
+        if len(self._inputs) <= BATCH:
+            inputs = list(self._inputs)
+            self._inputs.clear()
+        else:
+            inputs = [self._inputs.popleft() for _ in range(BATCH)]
         wake = self.core.wake(self.machine.state)
         if wake is not None and wake <= self.now():
             inputs.append(Tick())
@@ -262,14 +269,14 @@ class SimActor:
             return
         for entry in self.world.store.read_after(self._seen):
             self._seen[entry.stream] = entry.entry
-            self._inputs.append(Delivered(Ref(entry.stream, entry.entry), decode(entry.stream, entry.data)))
+            self._inputs.append(self.world.delivered(entry))
 
     def _take(self, entries: Iterable[Any]) -> None:
         self._follow()
         for item in entries:
             self._queued[item.stream] += 1
-            envelope = decode(item.stream, item.data)
-            self._inputs.append(Delivered(Ref(item.stream, item.entry), envelope, item.deliveries))
+            first = self.world.delivered(item)
+            self._inputs.append(first if item.deliveries == 1 else replace(first, deliveries=item.deliveries))
 
     def redeliver(self, stream: str, entry: int) -> None:
         """Hand a work entry to this process although it, or another, has it; not one that still waits for its turn."""

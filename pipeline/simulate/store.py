@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from actors.recorder import ordering
 from contracts.core import Entry
@@ -36,9 +36,16 @@ class MemoryStream:
             other.pending[number] = Pending(held.consumer, held.since, held.deliveries)
         return other
 
-    def after(self, entry: int) -> Iterator[tuple[int, bytes]]:
-        start = bisect_right(self.entries, entry, key=lambda item: item[0])
-        return iter(self.entries[start:])
+    def after(self, entry: int) -> list[int]:
+        """Numbers of the entries behind `entry`."""
+        if not self.entries or self.entries[-1][0] <= entry:
+            return []
+        start = bisect_right(self.entries, entry, key=_number)
+        return [number for number, _ in self.entries[start:]]
+
+
+def _number(item: tuple[int, bytes]) -> int:
+    return item[0]
 
 
 class MemoryStore:
@@ -133,12 +140,10 @@ class MemoryStore:
 
     def read_after(self, cursors: Mapping[str, str]) -> list[Entry]:
         """Entries behind the cursors, in the order they were written."""
-        found = [
-            (number, Entry(stream, f"{number}-0", data))
-            for stream, cursor in cursors.items()
-            for number, data in self.streams[stream].after(ordering.number(cursor))
-        ]
-        return [entry for _, entry in sorted(found, key=lambda item: item[0])]
+        found: list[int] = []
+        for stream, cursor in cursors.items():
+            found += self.streams[stream].after(ordering.number(cursor))
+        return [self.log[number - 1] for number in sorted(found)]
 
     def read_own(self, stream: str, actor: str) -> list[WorkEntry]:
         """What `actor` holds, oldest first, as a new boot finds it."""

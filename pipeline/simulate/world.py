@@ -13,10 +13,15 @@ from typing import Any
 
 import msgspec
 
+from contracts.core import Delivered, Entry, Ref
 from contracts.envelope import STREAM_OF, Envelope, decode, encode
 from contracts.events import PolicyReady, StepFinished
+from pipeline.bus import WorkEntry
 from pipeline.simulate.process import START, SimActor, SimShell
 from pipeline.simulate.store import MemoryStore
+
+DECODED = 4096
+"""Decoded entries that are kept for the readers still to come."""
 
 
 class Pace(msgspec.Struct, frozen=True):
@@ -45,6 +50,7 @@ class World:
         self.actors: dict[str, SimActor] = {}
         self.run_id = f"sim-{seed}"
         self._reading: dict[frozenset[str], list[SimActor]] = {}
+        self._decoded: dict[str, tuple[bytes, Delivered]] = {}
         self.halted: str | None = None
         self.back_at = START
         self.losses = 0
@@ -125,10 +131,22 @@ class World:
         found = (decode(entry.stream, entry.data).body for entry in self.store.log if entry.stream == "policy")
         return max((event.version for event in found if isinstance(event, PolicyReady | StepFinished)), default=-1)
 
+    def delivered(self, entry: Entry | WorkEntry) -> Delivered:
+        """An entry as all its readers get it; decoded once for most of them."""
+        found = self._decoded.get(entry.entry)
+        if found is None or found[0] is not entry.data:
+            if len(self._decoded) >= DECODED:
+                self._decoded.clear()
+            found = entry.data, Delivered(Ref(entry.stream, entry.entry), decode(entry.stream, entry.data))
+            self._decoded[entry.entry] = found
+        return found[1]
+
     def ring(self, streams: Iterable[str]) -> None:
         """Wake the readers of streams that got something."""
+        low, high = self.pace.hop
+        uniform = self.random.uniform
         for actor in self._readers(frozenset(streams)):
-            actor.schedule(self.draw(self.pace.hop))
+            actor.schedule(uniform(low, high))
 
     def _readers(self, streams: frozenset[str]) -> list[SimActor]:
         if streams not in self._reading:

@@ -42,7 +42,8 @@ CAUSES: Mapping[str, str] = {
     ),
     "hole": (
         "buffer.sampler=in_order waits for every index. Bound rollouts with rollout.deadline_s, or use "
-        "sampler=windowed or fifo."
+        "buffer.sampler=windowed, which "
+        "takes later groups first and loses none."
     ),
     "buffer_short": (
         "Credit was granted for fewer groups than a batch needs: compare granted with issued, trained and "
@@ -59,11 +60,15 @@ CAUSES: Mapping[str, str] = {
     ),
     "environment_failing": (
         "Read the reason below: the environment refuses its tasks. Mend it; failed samples are not tried "
-        "again once rollout.attempts is used up."
+        "again once rollout.attempts of that kind (infra, timeout, data, noncontiguous) is used up."
     ),
     "environment_silent": (
         "The environment does not return: look at its process or service, and bound each call with "
         "rollout.score_deadline_s and each rollout with rollout.deadline_s."
+    ),
+    "producer_failed": (
+        "Mend what the producer complains of (package, data, service), then `pipeline up --resume`: it goes "
+        "on behind the last task that it gave."
     ),
     "producer_silent": "The producer's tasks() does not yield: look at its data; producer.task_deadline_s ends it.",
     "engine_dead": (

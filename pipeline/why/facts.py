@@ -141,13 +141,14 @@ class Loss(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """What an actor wanted a person to see."""
+    """What an actor wanted a person to see. `boot` 0: the last words of its process, rather than its core's."""
 
     actor: str
     error: str
     message: str
     fatal: bool
     at: float
+    boot: int = 0
 
 
 class Skew(msgspec.Struct, frozen=True):

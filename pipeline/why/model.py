@@ -346,6 +346,8 @@ class Model:
         known = self.engines.get(event.engine)
         if event.health in ("suspect", "retired", "dead") and (known is None or known.boot <= event.boot):
             self._mode(event.engine, event.boot, event.health, at, event.reason)
+        if event.health == "retired":
+            self._forget_waits(event.engine)
 
     def _on_fleet_scaled(self, event: ev.FleetScaled, at: float, by: str) -> None:
         self.wanted_engines = event.engines
@@ -360,11 +362,16 @@ class Model:
             self._mode(event.actor, event.boot, "starting", at)
         if event.actor == "trainer":
             self.policy_ready = False
-        for key in [key for key in self.waits if key[0] == event.actor]:
-            del self.waits[key]
+        self._forget_waits(event.actor)
 
     def _on_actor_left(self, event: ev.ActorLeft, at: float, by: str) -> None:
         self.actors.setdefault(event.actor, Actor()).left = True
+        self._forget_waits(event.actor)
+
+    def _forget_waits(self, name: str) -> None:
+        """Who is gone, or begins anew, waits for nobody."""
+        for key in [key for key in self.waits if key[0] == name]:
+            del self.waits[key]
 
     # --- control ---
 
@@ -376,7 +383,7 @@ class Model:
         self.waited.setdefault((event.actor, event.on), deque(maxlen=KEPT)).append(Waited(at, event.seconds))
 
     def _on_actor_failed(self, event: ev.ActorFailed, at: float, by: str) -> None:
-        self.problems.append(Problem(event.actor, event.error, event.message, event.fatal, at))
+        self.problems.append(Problem(event.actor, event.error, event.message, event.fatal, at, self._boot))
         self.actors.setdefault(event.actor, Actor()).failed = f"{event.error}: {event.message}"
 
     def _on_bus_data_lost(self, event: ev.DataLost, at: float, by: str) -> None:

@@ -43,7 +43,7 @@ class Refits:
         if gone is not None:
             return gone
         if len(model.failed_epochs) >= 2:
-            return self._fail_again()
+            return self._gateway_gone() or self._fail_again()
         barrier = model.barrier
         if barrier is None:
             return self._not_begun()
@@ -76,6 +76,16 @@ class Refits:
         state = "" if engine is None else f", {engine.mode} {engine.reason}".rstrip()
         words = "" if last is None else f", last words {last.error}: {last.message}"
         return f"{name} booted {actor.boots} times{state}{words}"
+
+    def _gateway_gone(self) -> Finding | None:
+        """No epoch can commit without a gateway."""
+        gone = [each for each in map(self.look.gone, self.look.of_kind("gateway")) if each is not None]
+        if not gone:
+            return None
+        failed = list(self.model.failed_epochs)
+        text = f"{len(failed)} epochs failed in a row, the last one in {failed[-1].phase}: {failed[-1].reason}"
+        self.walk.follow("refit", gone[0].culprit, text, failed[0].at)
+        return gone[0]
 
     def _fail_again(self) -> Finding:
         """Epochs fail one after another."""

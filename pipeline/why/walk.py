@@ -11,8 +11,8 @@ from pipeline.why.result import Edge, Finding
 
 RECENT = 64
 """Results over which an environment's failures are counted."""
-AHEAD = 2
-"""Batches that the buffer emits beyond the trained step at most."""
+SICK = ("suspect", "quarantined", "dead")
+"""Modes of an engine that gives no answers."""
 
 
 class Walk:
@@ -184,6 +184,12 @@ class Walk:
     def source(self, state: str) -> Finding:
         """Why no task is out."""
         look, model = self.look, self.model
+        failed = [each for each in model.problems if each.actor == "source" and each.fatal and each.boot]
+        booted = model.actors["source"].booted_at if "source" in model.actors else 0.0
+        failed = [each for each in failed if each.at >= booted]
+        if failed:
+            text = f"source can't get tasks: {failed[-1].error}: {failed[-1].message}"
+            return finding("producer_failed", "producer", text, failed[-1].at)
         gone = look.gone("source")
         if gone is not None:
             return gone
@@ -311,6 +317,15 @@ class Walk:
         calls, running = look.in_flight(), look.running()
         last = max((at for at, _ in self.model.results), default=since)
         quiet = span(look.age(max(last, since)))
+        sick = [(e.since, name, e) for name, e in self.model.engines.items() if e.mode in SICK and e.since >= last]
+        if sick:
+            at, name, engine = max(sick)
+            self.follow(waiter, "gateway", state, since)
+            self.follow("gateway", name, f"it is {engine.mode}", at)
+            text = (
+                f"{name} is {engine.mode} since {span(look.age(at))} ({engine.reason}); no sample has ended since then"
+            )
+            return finding("engine_hangs", name, text, at, [f"sessions {some(call.session for call in calls)}"])
         if calls:
             engine, count = Counter(call.engine for call in calls).most_common(1)[0]
             self.follow(waiter, "gateway", state, since)

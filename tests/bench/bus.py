@@ -1,13 +1,15 @@
 """Prices of the bus against the bare server, and against a loop of one pickled message at a time.
 
 `python -m tests.bench.bus [trajectories] [events] [latency]`, all three by default. Every row is a ratio of two
-things measured in turns in one run, so that a slow moment of the machine hits both; medians over the rounds.
+things measured in turns in one run, so that a slow moment of the machine hits both; medians over the rounds. What the
+machine was doing besides is printed first and last.
 Everything goes over the server's Unix socket.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import pickle
 import random
 import shutil
@@ -38,6 +40,8 @@ from pipeline.runtime.loop import BATCH, Runtime
 
 GROUP = "readers"
 ROUNDS, N = 3, 640
+BLOCK = 16
+"""Trajectories that one side emits before it is the other's turn."""
 RECORD = bytes(200)
 TOKENS, PROMPT = 2400, 400
 Work = Callable[[], Awaitable[Any]]
@@ -78,6 +82,12 @@ async def seconds(work: Work) -> float:
     before = time.perf_counter()
     await work()
     return time.perf_counter() - before
+
+
+async def cost(work: Work) -> tuple[float, float]:
+    """Seconds that it took, and seconds that this process computed."""
+    cpu = time.process_time()
+    return await seconds(work), time.process_time() - cpu
 
 
 def report(name: str, ratios: list[float], rate: float) -> None:
@@ -221,11 +231,11 @@ async def trajectories(url: str, raw: aioredis.Redis) -> None:
     """A group of 8 a commit, as a collector commits, and batches of them read as a trainer reads them."""
     numbers = Numbers()
     actor = await Actor(await Bus.connect(url, "bench", actor="collector")).start()
-    emitting, reading, bare, count = [], [], [], 240
+    emitting, computing, rates, reading, bare, count = [], [], [], [], [], 240
     size = len(trajectory(numbers))
 
-    async def emit_pickled() -> None:
-        for _ in range(count):
+    async def emit_pickled(first: int) -> None:
+        for _ in range(BLOCK):
             await raw.execute_command("XADD", "pickled", "*", "index", 0, "data", pickled(numbers))
 
     async def read_pickled() -> None:
@@ -234,9 +244,9 @@ async def trajectories(url: str, raw: aioredis.Redis) -> None:
             last, fields = rows[0][1][0]
             pickle.loads(fields[3])
 
-    async def emit_ours() -> None:
-        for first in range(0, count, 8):
-            group = range(first, first + 8)
+    async def emit_ours(first: int) -> None:
+        for start in range(first, first + BLOCK, 8):
+            group = range(start, start + 8)
             blobs = [(f"traj:{number}", trajectory(numbers)) for number in group]
             adds = [("work", finished(number, len(data))) for number, (_, data) in zip(group, blobs, strict=True)]
             await actor.commit(8, payloads=blobs, adds=adds)
@@ -254,20 +264,28 @@ async def trajectories(url: str, raw: aioredis.Redis) -> None:
 
     for _ in range(3 * ROUNDS):
         await raw.execute_command("DEL", "pickled")
-        theirs = await seconds(emit_pickled), await seconds(read_pickled)
-        emitting.append(theirs[0] / await seconds(emit_ours))
-        ours = await seconds(read_ours)
-        reading.append(theirs[1] / ours)
-        bare.append(theirs[1] / (ours + await seconds(fetch_ours)))
+        for first in range(0, count, BLOCK):
+            theirs = await cost(lambda first=first: emit_pickled(first))
+            ours = await cost(lambda first=first: emit_ours(first))
+            emitting.append(theirs[0] / ours[0])
+            computing.append(theirs[1] / ours[1])
+            rates.append(BLOCK / ours[0])
+        read = await seconds(read_pickled)
+        mine = await seconds(read_ours)
+        reading.append(read / mine)
+        bare.append(read / (mine + await seconds(fetch_ours)))
         await actor.bus.trim("work", f"{2**52}-0")
     held = await raw.execute_command("STRLEN", actor.bus.keys.payload("traj:1"))
     sent, theirs_sent = held + len(finished(1, size)) + len(RECORD), len(pickled(numbers))
     print(f"a trajectory of {TOKENS:,} tokens: {held:,} B compressed, {size:,} B before, {sent:,} B with its event and")
     print(f"journal record; {theirs_sent:,} B pickled")
     print(f"{'bytes of a trajectory, to pickled':<58} {sent / theirs_sent:6.2f} x")
-    report("emit a trajectory, to one pickled message an XADD", emitting, count * emitting[-1] / theirs[0])
-    report("read and ack a trajectory's event, to XREAD of one", reading, count * reading[-1] / theirs[1])
-    report("the same, and fetch, decode and check every token", bare, count * bare[-1] / theirs[1])
+    report("emit a trajectory, to one pickled message an XADD", emitting, statistics.median(rates))
+    low, _, high = statistics.quantiles(emitting, n=4)
+    print(f"  {len(emitting)} ratios of blocks of {BLOCK} in turns: quartiles {low:.2f} and {high:.2f}; ", end="")
+    print(f"CPU time of this process, likewise: {statistics.median(computing):.2f} x")
+    report("read and ack a trajectory's event, to XREAD of one", reading, count * reading[-1] / read)
+    report("the same, and fetch, decode and check every token", bare, count * bare[-1] / read)
     await actor.bus.close()
 
 
@@ -335,14 +353,15 @@ async def latency(url: str, raw: aioredis.Redis) -> None:
         ("control", encode(_envelope("x:1.0", RunStopping(reason=""), "control"))),
         ("trajectories", finished(1, 20_000)),
     ):
-        samples, bare = [], []
+        samples, bare, cpu = [], [], 0.0
         for number in range(600):
             await asyncio.sleep(0.004)
             shell.core.heard.clear()
-            before = time.perf_counter()
+            before, computed = time.perf_counter(), time.process_time()
             await actor.commit(1, adds=[(stream, data)])
             await shell.core.heard.wait()
             if number >= 100:
+                cpu += time.process_time() - computed
                 samples.append((shell.core.at - before) * 1000)
                 bare.append(
                     await seconds(lambda data=data: raw.execute_command("XADD", "plain", "*", "e", data)) * 1000
@@ -350,7 +369,10 @@ async def latency(url: str, raw: aioredis.Redis) -> None:
         samples.sort()
         kind = "broadcast" if stream == "control" else "work"
         p50, p99 = statistics.median(samples), samples[len(samples) * 99 // 100]
-        print(f"emit to handler, {kind}: p50 {p50:.2f} ms, p99 {p99:.2f} ms; ", end="")
+        print(
+            f"emit to handler, {kind}: p50 {p50:.2f} ms, p99 {p99:.2f} ms, CPU {cpu / len(samples) * 1e6:.0f} us; ",
+            end="",
+        )
         print(f"plain XADD in turns with it: p50 {statistics.median(bare):.2f} ms", flush=True)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
@@ -373,5 +395,6 @@ async def main(url: str, parts: list[str]) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder, choose({}, Path(folder), BrokerConfig()) as broker:
-        print(broker.describe())
+        print(f"{broker.describe()}; load {os.getloadavg()[0]:.1f}")
         asyncio.run(main(broker.url, sys.argv[1:] or ["trajectories", "events", "latency"]))
+        print(f"load {os.getloadavg()[0]:.1f}")

@@ -103,9 +103,13 @@ def test_a_trainer_that_takes_a_batch_twice_is_found(monkeypatch: pytest.MonkeyP
         return self._next(state, now) if state.phase == "idle" else (state, ())
 
     monkeypatch.setattr(TrainerCore, "_batch", careless)
-    result = simulate(config(0), 0, Faults(kills=6, redeliveries=30, window_s=6.0), limit_s=20.0)
-    assert not result.safe
-    assert "trained-once" in {finding.rule for finding in result.findings}
+    found: set[str] = set()
+    for seed in range(8):  # not every schedule hands a batch over twice
+        result = simulate(config(seed), seed, Faults(kills=6, redeliveries=30, window_s=6.0), limit_s=20.0)
+        found |= {finding.rule for finding in result.findings}
+        if "trained-once" in found:
+            return
+    pytest.fail(f"only {found}")
 
 
 def test_a_store_that_lets_a_replaced_process_commit_is_found(monkeypatch: pytest.MonkeyPatch):

@@ -21,6 +21,7 @@ from pipeline.bus import (
     Commit,
     Depth,
     Fenced,
+    Gap,
     Lease,
     LeaseLostError,
     Letter,
@@ -483,6 +484,10 @@ async def test_a_dead_letter_is_requeued_or_dropped_once(store: Store, monkeypat
     assert await bus.read_work({"tasks": 9}, GROUP, block_ms=None) == []
     assert (await bus.dead.drop("tasks", second.entry), await bus.dead.drop("tasks", second.entry)) == (True, False)
     assert await bus.dead.read("tasks") == [third]
+    await store.command("XDEL", "{tasks}", tasks[2])
+    assert await bus.tails(["tasks"]) == {"tasks": again}
+    gap = Gap("tasks", tasks[1], tasks[2])
+    assert (await bus.follow({"tasks": tasks[1]}, block_ms=None, count=9)).gaps == [gap]
 
 
 async def test_a_dead_letter_stream_keeps_the_newest(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,12 +512,86 @@ async def test_broadcast_entries_are_read_behind_the_cursors(store: Store) -> No
     assert await bus.read_after({}, block_ms=10, count=3) == []
 
 
-async def test_streams_are_merged_by_the_time_of_the_store(store: Store) -> None:
+async def test_streams_are_merged_in_the_order_of_commits(store: Store) -> None:
     bus = await store.bus("a")
     for number, stream in enumerate(["news", "fleet", "news", "fleet"]):
         await store.command("XADD", f"{{{stream}}}", f"{number + 1}-0", "e", f"{number}")
     found = await bus.read_after({"fleet": START, "news": START}, block_ms=None, count=9)
     assert [e.data for e in found] == [b"0", b"1", b"2", b"3"]
+
+
+async def test_a_deleted_entry_is_missed_when_a_later_one_is_read(store: Store) -> None:
+    bus, boot = await booted(store, "a")
+    first = await bus.post("news", b"1")
+    done = await bus.commit(step(boot, 0, adds=[("news", b"2"), ("fleet", b"3"), ("news", b"4")]))
+    second, _, third = done.entries
+    fourth = await bus.post("news", b"5")
+
+    async def gaps(cursor: str) -> list[Gap]:
+        return (await bus.follow({"news": cursor, "fleet": START}, block_ms=None, count=9)).gaps
+
+    assert await gaps(START) == []
+    await store.command("XDEL", "{news}", third)
+    assert await gaps(START) == [Gap("news", START, third)]
+    assert await gaps(second) == [Gap("news", second, third)]
+    assert await gaps(third) == [], "it was read in time"
+    await store.command("XTRIM", "{news}", "MINID", third)
+    assert await gaps(START) == [Gap("news", START, third)]
+    assert await gaps(first) == [Gap("news", first, third)]
+    assert (await bus.follow({}, block_ms=None, count=9)).gaps == []
+    assert [e.entry for e in await bus.read_after({"news": START}, block_ms=None, count=9)] == [fourth]
+
+
+async def test_each_entry_of_a_commit_is_missed(store: Store) -> None:
+    bus, boot = await booted(store, "a")
+    await bus.commit(step(boot, 0, adds=[("news", b"1")]))
+    for seq in (1, 2):
+        adds = [("news", b"x"), ("fleet", b"y"), ("news", b"z")]
+        first, _, last = (await bus.commit(step(boot, seq, adds=adds))).entries
+        before = (await bus.read_after({"news": START}, block_ms=None, count=9))[-3].entry
+        await store.command("XDEL", "{news}", before)
+        assert (await bus.follow({"news": START}, block_ms=None, count=1)).gaps == [Gap("news", START, before)]
+        await store.command("XDEL", "{news}", first)
+        assert (await bus.follow({"news": before}, block_ms=None, count=9)).gaps == [Gap("news", before, first)]
+        assert (await bus.follow({"news": first}, block_ms=None, count=9)).gaps == []
+        assert await bus.tails(["news"]) == {"news": last}
+
+
+async def test_the_end_of_a_stream_is_known_after_it_was_deleted(store: Store) -> None:
+    bus, boot = await booted(store, "a")
+    await bus.commit(step(boot, 0, adds=[("news", b"1"), ("news", b"2")]))
+    last = await bus.post("news", b"3")
+    await store.command("XDEL", "{news}", last)
+    assert await bus.tails(["news", "fleet"]) == {"news": last, "fleet": START}
+    assert await bus.tails([]) == {}
+    after = await bus.post("news", b"4")
+    assert await bus.tails(["news"]) == {"news": after}
+    assert (await bus.follow({"news": "2-0"}, block_ms=None, count=9)).gaps == [Gap("news", "2-0", last)]
+
+
+async def test_a_new_reader_begins_behind_what_was_trimmed_and_misses_nothing(store: Store) -> None:
+    bus = await store.bus("a")
+    ids = [await bus.post("news", b"x") for _ in range(3)]
+    assert await bus.starts(["news", "fleet"]) == {"news": START, "fleet": START}
+    await store.command("XTRIM", "{news}", "MINID", ids[2])
+    begun = await bus.starts(["news"])
+    assert begun == {"news": ids[1]}
+    found = await bus.follow(begun, block_ms=None, count=9)
+    assert ([e.entry for e in found.entries], found.gaps) == (ids[2:], [])
+    await store.command("XTRIM", "{news}", "MAXLEN", 0)
+    assert await bus.starts(["news"]) == {"news": ids[2]}
+    assert await bus.starts([]) == {}
+
+
+async def test_entries_that_name_no_predecessor_are_read_without_a_word(store: Store) -> None:
+    bus = await store.bus("a")
+    await store.command("XADD", "{news}", "3-0", "e", "rebuilt")
+    await store.command("XADD", "{news}", "7-0", "e", "rebuilt")
+    await store.command("SET", "{order}", 7)
+    assert (await bus.follow({"news": "2-0"}, block_ms=None, count=9)).gaps == []
+    assert await bus.starts(["news"]) == {"news": START}
+    await bus.post("news", b"first of its kind")
+    assert (await bus.follow({"news": "3-0"}, block_ms=None, count=9)).gaps == []
 
 
 # --- trimming ---

@@ -59,7 +59,11 @@ MUTANTS = (
     Mutant("commit", "register twice", "raised[name] or tonumber(", "tonumber(", COMMIT),
     # commit: writes
     Mutant("commit", "journal numbering", "string.format('%.0f-0', seq_from + i)", "'*'", "journal or " + COMMIT),
-    Mutant("commit", "one order", "string.format('%.0f-0', redis.call('INCR', order))", "'*'", "archived or merged"),
+    Mutant("commit", "one order", "string.format('%.0f-0', before + i)", "'*'", "archived or merged"),
+    Mutant("commit", "one order for all writers", "redis.call('INCRBY', order, #adds)", "#adds", "missed or archived"),
+    Mutant("commit", "predecessor", "redis.call('HGET', tails, add[1]) or '0-0'", "'0-0'", "missed"),
+    Mutant("commit", "predecessor in the commit", "ends[add[1]] or redis.call('HGET'", "redis.call('HGET'", "missed"),
+    Mutant("commit", "tail", "redis.call('HSET', tails, stream, id)", "", "missed or end_of"),
     Mutant("commit", "ack", "redis.call('XACK', ack[1], ack[2], ack[3])", "", COMMIT),
     Mutant("commit", "cursor", "redis.call('HSET', cursors, actor", "redis.call('HGET', cursors, actor", COMMIT),
     Mutant("commit", "payload", "redis.call('SET', payload[1], payload[2])", "", COMMIT),
@@ -72,6 +76,8 @@ MUTANTS = (
     ),
     # post
     Mutant("post", "one order", "redis.call('INCR', order)", "0", "broadcast or work"),
+    Mutant("post", "predecessor", "redis.call('HGET', tails, stream) or '0-0'", "'0-0'", "missed or end_of"),
+    Mutant("post", "tail", "redis.call('HSET', tails, stream, id)", "", "end_of"),
     # advance
     Mutant("advance", "fence", "if current ~= tonumber(boot) then", "if false then", "advance"),
     Mutant("advance", "first cursor", "not stored or ms", "ms", "advance or trimming"),
@@ -122,6 +128,8 @@ MUTANTS = (
     ),
     Mutant("requeue", "moved", "redis.call('XDEL', dead, id) == 0", "false", "dead_letter"),
     Mutant("requeue", "one order", "string.format('%.0f-0', redis.call('INCR', order))", "'*'", "dead_letter"),
+    Mutant("requeue", "predecessor", "redis.call('HGET', tails, stream) or '0-0'", "'0-0'", "dead_letter"),
+    Mutant("requeue", "tail", "redis.call('HSET', tails, stream, new)", "", "dead_letter"),
     # trim
     Mutant("trim", "no such stream", "if redis.call('EXISTS', stream) == 0 then return {0, ''} end", "", "trimming"),
     Mutant("trim", "floor", "ms, seq = tonumber(ms), tonumber(seq) or 0", "ms, seq = 2^52, 0", "trimming"),

@@ -73,6 +73,19 @@ def producer_hangs(scene: Scene) -> None:
     scene.swallow("source", source.FetchTasks, lambda command: int(command.cursor or 0) >= 32)
 
 
+def producer_fails(scene: Scene) -> None:
+    shell: Any = scene["source"].shell
+    perform = shell.perform
+
+    def performs(actor: Any, command: Any) -> None:
+        if isinstance(command, source.FetchTasks) and int(command.cursor or 0) >= 32:
+            actor.after(0.1, source.ProducerFailed(command.split, command.cursor, "KeyError", "'question'"))
+        else:
+            perform(actor, command)
+
+    shell.perform = performs
+
+
 def one_sample_hangs(scene: Scene) -> None:
     shell: Any = scene["collector-0"].shell
     perform = shell.perform
@@ -369,6 +382,14 @@ GALLERY = (
         off="producer.task_deadline_s",
         arrange=producer_hangs,
         cause="producer_silent",
+        culprit="producer",
+    ),
+    Stall(
+        name="producer raises",
+        report="",
+        off="the driver, which ends a run whose source can't go on",
+        arrange=producer_fails,
+        cause="producer_failed",
         culprit="producer",
     ),
     Stall(

@@ -102,12 +102,13 @@ class Servers:
                 "into .venv-gym"
             )
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        with self._log.open("ab") as sink:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", "-S", str(KEEPER), str(GRACE_S), str(program), *self._words(),
-                stdin=asyncio.subprocess.PIPE, stdout=sink, stderr=sink,
-                cwd=self._scratch, env=self._environment(), start_new_session=True,
-            )  # fmt: skip
+        if self._log.exists():  # so that what an earlier start said is not taken for this one's
+            self._log.replace(self._log.with_name(self._log.name + ".1"))
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", str(KEEPER), str(GRACE_S), str(self._log), str(program), *self._words(),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.DEVNULL,
+            cwd=self._scratch, env=self._environment(), start_new_session=True,
+        )  # fmt: skip
         try:
             async with asyncio.timeout(launch.deadline_s):
                 await self._wait()
@@ -134,7 +135,7 @@ class Servers:
 
     def _announced(self) -> bool:
         """`ng_run` says so once all its servers answer, and nothing else tells."""
-        return b"servers ready!" in self._log.read_bytes()[-200_000:]
+        return b"servers ready!" in self._said()
 
     async def _end(self) -> None:
         process = self._process
@@ -185,8 +186,12 @@ class Servers:
         }
 
     def _tail(self) -> str:
-        text = self._log.read_text(errors="replace")[-TAIL:] if self._log.exists() else ""
-        return f" the end of {self._log}:\n{text}"
+        return f" the end of {self._log}:\n{self._said().decode(errors='replace')[-TAIL:]}"
+
+    def _said(self) -> bytes:
+        with contextlib.suppress(FileNotFoundError):
+            return self._log.read_bytes()
+        return b""
 
 
 def _servers(python: Path) -> list[tuple[str, str]]:

@@ -103,6 +103,18 @@ def test_a_place_that_can_not_be_written_is_named(tmp_path: Path):
     assert (code, f"{tmp_path / 'file'} can't be written: " in output) == (Exit.USAGE, True)
 
 
+def test_a_value_that_is_no_yaml_is_refused():
+    code, output = run("producers", "reasoning_gym", "dataset=[")
+    assert (code, "is not YAML" in output) == (Exit.USAGE, True)
+
+
+def test_a_setting_that_a_producer_lacks_or_needs_is_named():
+    code, output = run("producers", "nemo_gym", "dtaa=x")
+    assert (code, "no setting 'dtaa', did you mean 'data'?" in output) == (Exit.MISSING, True)
+    code, output = run("producers", "nemo_gym")
+    assert (code, "needs producer.args.data" in output) == (Exit.MISSING, True)
+
+
 def test_a_setting_without_a_value_is_refused():
     code, output = run("producers", "reasoning_gym", "dataset")
     assert (code, "KEY=VALUE" in output) == (Exit.USAGE, True)

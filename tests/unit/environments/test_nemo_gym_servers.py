@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from actors.environments.nemo_gym.head import GymError
+from actors.environments.nemo_gym.keeper import Log
 from actors.environments.nemo_gym.servers import KEEPER, Launch, Servers
 
 NG_RUN = """\
@@ -59,8 +60,10 @@ def launch(tmp_path: Path, python: Path, deadline_s: float = 60.0) -> Launch:
 
 
 def pids(log: Path) -> list[int]:
-    """What every `ng_run` so far said of itself and its child."""
-    return [int(word) for line in log.read_text().splitlines() if line.startswith("pids") for word in line.split()[1:]]
+    """What the last two `ng_run` said of themselves and their children."""
+    said = [path.read_text() for path in (log.with_name("gym.log.1"), log) if path.exists()]
+    lines = "".join(said).splitlines()
+    return [int(word) for line in lines if line.startswith("pids") for word in line.split()[1:]]
 
 
 def lives(pid: int) -> bool:
@@ -141,7 +144,8 @@ async def test_a_ray_that_was_too_slow_is_given_another_try(tmp_path: Path):
     servers = Servers(launch(tmp_path, installed(tmp_path, before)))
     await servers.start()
     await servers.close()
-    assert (tmp_path / "logs" / "gym.log").read_text().count("timed out during startup") == 1
+    assert "timed out during startup" in (tmp_path / "logs" / "gym.log.1").read_text()
+    assert "timed out during startup" not in (tmp_path / "logs" / "gym.log").read_text()
 
 
 async def test_a_missing_installation_is_named(tmp_path: Path):
@@ -151,13 +155,30 @@ async def test_a_missing_installation_is_named(tmp_path: Path):
     await servers.close()
 
 
+def test_the_log_is_bounded_and_the_newest_is_kept(tmp_path: Path):
+    log = Log(tmp_path / "log", limit=1000)
+    for number in range(100):
+        log.write(f"line {number:03d} {'x' * 40}\n".encode())
+    old, new = (tmp_path / "log.1").read_text(), (tmp_path / "log").read_text()
+    assert max(len(old), len(new)) <= 1000
+    kept = [int(line.split()[1]) for line in (old + new).splitlines()]
+    assert kept == list(range(kept[0], 100))
+    assert len(kept) > 19
+
+
+def test_a_program_that_can_not_be_run_says_so_in_the_log(tmp_path: Path):
+    command = [sys.executable, str(KEEPER), "0.2", str(tmp_path / "log"), str(tmp_path / "nothing")]
+    assert subprocess.run(command, stdin=subprocess.DEVNULL, timeout=60, check=False).returncode == 127
+    assert "nothing can't be run" in (tmp_path / "log").read_text()
+
+
 def test_everything_ends_with_whoever_started_it_even_by_sigkill(tmp_path: Path):
     """The keeper's parent is killed; the program ignores all but SIGKILL, and its child has a session of its own."""
     log = tmp_path / "out"
     program = "import os, signal, subprocess, time\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\n"
     program += "c = subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
     program += f"open({str(log)!r}, 'w').write(f'pids {{os.getpid()}} {{c.pid}}\\n')\ntime.sleep(1000)"
-    command = [sys.executable, str(KEEPER), "0.2", sys.executable, "-c", program]
+    command = [sys.executable, str(KEEPER), "0.2", str(tmp_path / "log"), sys.executable, "-c", program]
     parent = f"import subprocess, time\np = subprocess.Popen({command!r}, stdin=subprocess.PIPE)\ntime.sleep(1000)"
     started: Any = subprocess.Popen([sys.executable, "-c", parent])
     deadline = time.monotonic() + 60

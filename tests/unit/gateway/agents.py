@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from actors.gateway.client import Generated, Sample, Span
 from actors.gateway.http import Server
+from actors.gateway.serving import Live, Serving
 from actors.gateway.tokens import Tokens
 from actors.gateway.upstream import Job
 from config.schema import GatewayConfig
@@ -87,9 +88,20 @@ class Clock:
 class Front:
     """`async with`: the server, and a client session for it."""
 
-    def __init__(self, tokens: Tokens, submit: Callable[[Job], Awaitable[Generated]], **config: Any) -> None:
+    def __init__(
+        self,
+        tokens: Tokens,
+        submit: Callable[[Job], Awaitable[Generated]],
+        follow: Callable[[Job, Live], Awaitable[Generated]] | None = None,
+        **config: Any,
+    ) -> None:
+        """`follow` is asked instead of `submit` where an answer is streamed."""
+
+        async def asked(job: Job, live: Live | None) -> Generated:
+            return await (submit(job) if follow is None or live is None else follow(job, live))
+
         clock: Any = Clock()
-        self.server = Server(tokens, tokens.context, GatewayConfig(**config), clock, submit, dict)
+        self.server = Server(Serving(tokens, tokens.context, GatewayConfig(**config), clock, asked), dict)
 
     async def __aenter__(self) -> Front:
         self.url = await self.server.start("127.0.0.1", patient=False)

@@ -24,7 +24,7 @@ from contracts.envelope import STREAM_OF, Envelope
 from contracts.events import EngineReady, GateClosed, GatewayReady, Member, RefitCommitted, RefitRequested
 
 VOCABULARY = 64
-WAIT_S = 10.0
+WAIT_S = 30.0
 TEMPLATE = (
     "{% for m in messages %}<start>{{ m.role }}:{{ m.content }}<eos>{% endfor %}"
     "{% if add_generation_prompt %}<start>assistant:{% endif %}"

@@ -18,7 +18,7 @@ from contracts.envelope import STREAM_OF, Envelope, decode, encode
 from contracts.events import DataLost, RunStarted, RunStopping, TaskIssued
 from pipeline import broker
 from pipeline.bus import Bus, Fenced
-from pipeline.runtime import loop, machine
+from pipeline.runtime import context, loop, machine
 from pipeline.runtime.clock import WallClock
 from pipeline.runtime.loop import Runtime
 from pipeline.runtime.machine import GROUP
@@ -142,10 +142,19 @@ class Stage:
         return await self.put(TaskIssued(task=name, index=0, samples=2, payload=b"", producer=producer, seed=0))
 
     async def raw(self, *words: Any) -> Any:
-        keys = [
-            word.replace("{tasks}", self.hand.keys.stream("tasks")) if isinstance(word, str) else word for word in words
-        ]
-        return await self.hand._link.command(*keys)
+        keys = {f"{{{stream}}}": self.hand.keys.stream(stream) for stream in ("tasks", "control")}
+        return await self.hand._link.command(*(keys.get(word, word) for word in words))
+
+    async def bring_to_a_stop(self, runtime: Runtime) -> None:
+        """End an actor once it has stored its cursors."""
+
+        async def stored() -> bool:
+            return await self.hand.cursors(ACTOR) == runtime.machine.cursors
+
+        await until(stored)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def left_behind(self, name: str, idle_ms: int = 60_000) -> str:
         """A task in the hands of a reader that has gone silent."""
@@ -270,6 +279,64 @@ async def test_an_entry_deleted_while_owed_is_announced(stage: Stage) -> None:
     (event,) = await until(stage.lost)
     assert (event.stream, event.entries) == ("tasks", (entry,))
     assert "deleted from the stream" in event.reason
+
+
+async def test_a_broadcast_event_deleted_before_it_was_read_is_announced_once(stage: Stage) -> None:
+    runtime = await stage.actor()
+    await until(lambda: lines(runtime))
+    await stage.bring_to_a_stop(runtime)
+    gone = [await stage.put(RunStopping(reason=f"gone {n}")) for n in range(2)]
+    await stage.raw("XDEL", "{control}", *gone)
+    await stage.put(RunStopping(reason="left"))
+    second = await stage.actor()
+    await until(lambda: lines(second)[-1:] == ("left",))
+    (event,) = await until(stage.lost)
+    assert (event.stream, event.entries) == ("control", (gone[1],))
+    assert "before it was read" in event.reason
+    assert "gone 1" not in lines(second)
+
+
+async def test_the_last_broadcast_event_is_missed_too(stage: Stage) -> None:
+    runtime = await stage.actor()
+    await until(lambda: lines(runtime))
+    await stage.bring_to_a_stop(runtime)
+    gone = await stage.put(RunStopping(reason="gone"))
+    await stage.raw("XTRIM", "{control}", "MAXLEN", 0)
+    second = await stage.actor()
+    (event,) = await until(stage.lost)
+    assert (event.stream, event.entries) == ("control", (gone,))
+    later = await stage.put(RunStopping(reason="later"))
+    await until(lambda: lines(second)[-1:] == ("later",))
+    stored = stage.hand.cursors
+
+    async def moved_on() -> bool:
+        return (await stored(ACTOR))["control"] == later
+
+    await until(moved_on)
+    assert await stage.lost() == [event]
+
+
+async def test_what_was_trimmed_before_an_actors_first_boot_is_not_missed(stage: Stage) -> None:
+    old = await stage.put(RunStopping(reason="old"))
+    await stage.raw("XDEL", "{control}", old)
+    runtime = await stage.actor()
+    await stage.put(RunStopping(reason="new"))
+    await until(lambda: lines(runtime)[-1:] == ("new",))
+    assert await stage.lost() == []
+    shell: Any = runtime.shell
+    assert shell.cursors == {"control": old}
+
+
+async def test_the_recorders_reading_announces_what_it_will_never_archive(stage: Stage) -> None:
+    runtime = await stage.actor()
+    await until(lambda: lines(runtime))
+    entries = [await stage.task(f"{n}") for n in range(3)]
+    await stage.raw("XDEL", "{tasks}", entries[1])
+    store = context.BusStore(runtime, [ACTOR])
+    for _ in range(2):
+        assert [e.entry for e in await store.read_after({"tasks": entries[0]}, 9, 0)] == entries[2:]
+    (event,) = await stage.lost()
+    assert (event.stream, event.entries) == ("tasks", (entries[1],))
 
 
 async def test_unreadable_work_is_buried_and_announced(stage: Stage) -> None:

@@ -255,6 +255,20 @@ def test_only_a_wait_longer_than_the_normal_rhythm_is_announced_and_then_ended()
     assert [type(e) for e in source.emitted].count(WaitEnded) == 2
 
 
+def test_a_wait_for_credit_ends_with_the_credit_although_the_next_one_follows_at_once() -> None:
+    source = Source()
+    source.feed(Booted(1))
+    source.answer()
+    source.now = QUIET_S
+    (event,) = source.feed(Tick())
+    assert event.on == "buffer"
+    source.now = 8.0
+    events = source.credit(2)
+    assert events[-1] == WaitEnded(actor="source", on="buffer", seconds=8.0)
+    assert source.state.wait is not None
+    assert (source.state.wait.on, source.state.wait.since, source.state.wait.announced) == ("buffer", 8.0, False)
+
+
 def test_an_exhausted_source_waits_for_nothing() -> None:
     source = Source(size=1)
     source.feed(Booted(1))

@@ -9,6 +9,7 @@ from actors.trainer import core as trainer
 from contracts import events
 from contracts.events import GateClosed, TransferOffered
 from pipeline.why.diagnosis import cycles, diagnose
+from pipeline.why.facts import Engine
 from pipeline.why.look import finding, span
 from pipeline.why.model import Model
 from pipeline.why.result import Edge, Evidence, StoreFacts
@@ -166,3 +167,13 @@ def test_a_finding_needs_a_known_cause():
 )
 def test_spans_read_like_speech(seconds: float, text: str):
     assert span(seconds) == text
+
+
+def test_of_two_engines_the_one_that_fell_ill_is_named_not_the_one_with_its_requests():
+    scene = scene_of(lambda scene: [_mute(scene, f"collector-{n}", events.TrajectoryFinished, 0) for n in (0,)])
+    model = scene.model()
+    model.engines["engine-0"] = Engine(boot=1, mode="suspect", since=model.last_at, reason="3 probes unanswered")
+    found = diagnose(model, BASE, scene.world.now())
+    assert found.cause is not None
+    assert (found.cause.code, found.cause.culprit) == ("engine_hangs", "engine-0")
+    assert "3 probes unanswered" in found.cause.text

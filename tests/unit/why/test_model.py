@@ -175,3 +175,12 @@ def test_the_fleet_is_what_scaling_and_the_coordinator_say():
     assert (model.engines["engine-0"].mode, model.engines["engine-1"].mode) == ("uncertain", "retired")
     look = Look(model, RunConfig(), story.now, Evidence(), 15.0)
     assert [name for name in look.names if name.startswith("engine-")] == ["engine-0"]
+
+
+def test_who_left_or_was_retired_waits_for_nobody():
+    story = Story()
+    for name in ("source", "engine-1", "engine-0"):
+        story.add(events.WaitStarted(actor=name, on="refit", cause="no commit"))
+    story.add(events.ActorLeft(actor="source", boot=1))
+    story.add(events.EngineHealth(engine="engine-1", boot=1, was="healthy", health="retired", reason="scaled down"))
+    assert fold(story).waits.keys() == {("engine-0", "refit")}
