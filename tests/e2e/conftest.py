@@ -25,14 +25,17 @@ PATIENCE_S = 240.0
 class Run:
     """One `pipeline up` in a process of its own."""
 
-    def __init__(self, run_dir: Path, *words: str, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, *words: str, env: dict[str, str] | None = None, patience_s: float = PATIENCE_S
+    ) -> None:
         self.path = run_dir
+        self.patience_s = patience_s
         self.output = run_dir.parent / f"{run_dir.name}.out"
         with self.output.open("ab") as sink:
             self.process = subprocess.Popen(
                 [PIPELINE, "up", *words], stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}
             )
-        self._deadline = time.monotonic() + PATIENCE_S
+        self._deadline = time.monotonic() + patience_s
 
     def events(self) -> list[dict]:
         """Everything that the archive holds by now, as `pipeline log` prints it."""
@@ -40,7 +43,7 @@ class Run:
 
     def wait_for(self, wanted: Callable[[list[dict]], bool]) -> list[dict]:
         """The log as soon as `wanted(log)`."""
-        self._deadline = time.monotonic() + PATIENCE_S
+        self._deadline = time.monotonic() + self.patience_s
         while True:
             log = self.events() if (self.path / "events").exists() else []
             if wanted(log):
@@ -51,7 +54,7 @@ class Run:
 
     def end(self) -> int:
         """The exit code."""
-        self._deadline = time.monotonic() + PATIENCE_S
+        self._deadline = time.monotonic() + self.patience_s
         try:
             return self.process.wait(max(1.0, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
