@@ -51,6 +51,16 @@ def across_fields(config: RunConfig) -> list[str]:
             "draining is a part of the refit",
         ),
         (
+            refit.drain != "in_flight" or engine.kind == "torch",
+            f"refit.drain=in_flight needs engine.kind=torch, but the kind is {engine.kind}: such a server does not say "
+            "which version sampled which token of an answer; use interrupt, which goes on after the commit, or finish",
+        ),
+        (
+            refit.drain != "in_flight" or refit.verify != "probe",
+            "refit.verify=probe generates before the commit, which refit.drain=in_flight can't allow while requests "
+            "are held on the engine: use refit.verify=digest",
+        ),
+        (
             refit.transport != "nccl" or "cpu" not in (trainer.device, engine.device),
             f"refit.transport=nccl is for GPUs, but trainer.device={trainer.device} and engine.device={engine.device}: "
             "use gloo, or ipc on one host",

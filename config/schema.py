@@ -218,7 +218,10 @@ class RefitConfig(Section, frozen=True, kw_only=True):
 
     every: Positive = 1
     """Optimizer steps between refits; the coordinator always takes the newest version."""
-    drain: Literal["finish", "interrupt"] = "finish"
+    drain: Literal["finish", "interrupt", "in_flight"] = "finish"
+    """What becomes of running requests: `finish` waits for them; `interrupt` aborts them and goes on from prompt and
+    partial tokens after the commit; `in_flight` holds them still while weights change, and then they go on where they
+    were, keeping the cache of the old version (engine.kind=torch only)."""
     deadline_s: Seconds = 60.0
     """End to end, from refit.requested to commit or failure."""
     drain_deadline_s: Seconds = 30.0

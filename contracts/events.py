@@ -261,7 +261,7 @@ PolicyEvent = PolicyReady | StepFinished | CheckpointSaved | TrainingFinished
 
 # --- refit -----------------------------------------------------------------------------------------------------------
 
-DrainPolicy = Literal["finish", "interrupt"]
+DrainPolicy = Literal["finish", "interrupt", "in_flight"]
 
 
 class TensorSpec(msgspec.Struct, frozen=True):
@@ -296,7 +296,10 @@ class RefitRequested(Record, frozen=True, kw_only=True, tag="refit.requested"):
 
 
 class GateClosed(Record, frozen=True, kw_only=True, tag="gate.closed"):
-    """Gateway -> coordinator: admits nothing since, and none of its requests runs on an engine any more."""
+    """Gateway -> coordinator: admits nothing since, and none of its requests runs on an engine any more.
+
+    Under drain policy in_flight `running` calls stay on their engines, which hold them still while weights change.
+    """
 
     epoch: int
     gateway: str
@@ -304,15 +307,20 @@ class GateClosed(Record, frozen=True, kw_only=True, tag="gate.closed"):
     held: int
     interrupted: int
     seconds: float
+    running: int = 0
 
 
 class EngineDrained(Record, frozen=True, kw_only=True, tag="engine.drained"):
-    """Engine -> coordinator: no request runs, proved by a cache flush that answered success."""
+    """Engine -> coordinator: no request runs, proved by a cache flush that answered success.
+
+    Under drain policy in_flight generation is paused instead, and `held` sequences go on after the commit.
+    """
 
     epoch: int
     engine: str
     boot: int
     seconds: float
+    held: int = 0
 
 
 class TransferOffered(Record, frozen=True, kw_only=True, tag="transfer.offered"):

@@ -261,13 +261,11 @@ class EngineShell:
         started = time.monotonic()
         try:
             async with asyncio.timeout(self._left(command.deadline_at)):
-                await self._thaw()
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._proxy.idle(), self._left(command.abort_at))
-                await self._proxy.abort_running()
-                while not await self._client.flush(min(FLUSH_S, self._left(command.deadline_at))):
-                    if not self._left(command.abort_at):
-                        await self._client.abort_all(CALL_S)
+                if command.hold:
+                    self._paused = True
+                    await self._client.pause(CALL_S)
+                else:
+                    await self._empty(command)
                 if self._label is not None and (stranger := await self._stranger(CALL_S)) is not None:
                     return ServerDead(stranger)
         except TimeoutError:
@@ -275,9 +273,20 @@ class EngineShell:
             return DrainFailed(command.epoch, "Deadline", reason)
         except CallError as error:
             return DrainFailed(command.epoch, type(error).__name__, str(error))
-        seconds = time.monotonic() - started
-        self._context.log.info("drained", epoch=command.epoch, seconds=round(seconds, 3))
-        return Drained(command.epoch, seconds)
+        seconds, held = time.monotonic() - started, self._proxy.running if command.hold else 0
+        self._context.log.info("drained", epoch=command.epoch, held=held, seconds=round(seconds, 3))
+        return Drained(command.epoch, seconds, held)
+
+    async def _empty(self, command: Drain) -> None:
+        """Bounded by the drain's deadline."""
+        await self._thaw()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._proxy.idle(), self._left(command.abort_at))
+        async with asyncio.timeout(self._left(command.deadline_at)):
+            await self._proxy.abort_running()
+        while not await self._client.flush(min(FLUSH_S, self._left(command.deadline_at))):
+            if not self._left(command.abort_at):
+                await self._client.abort_all(CALL_S)
 
     async def _thaw(self) -> None:
         """What an earlier epoch left paused holds nothing that anybody waits for."""
@@ -308,7 +317,7 @@ class EngineShell:
                         timeout = self._left(command.deadline_at)
                         await self._client.receive(bucket.tensors, command.group, str(command.version), timeout)
                 phase = "flush"
-                if not await self._client.flush(FLUSH_S):
+                if not command.hold and not await self._client.flush(FLUSH_S):
                     return LoadFailed(command.epoch, phase, "Busy", "requests are held: the cache can't be flushed")
                 phase = "verify"
                 held = await self._checksums(self._left(command.deadline_at))

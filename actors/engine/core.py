@@ -4,7 +4,8 @@ starting -> uncertain -> draining -> drained -> loading -> loaded -> resuming ->
 load in the newest epoch, committed with this boot, leads to serving; every other way out of the barrier ends in
 uncertain. One boot of the actor is one boot of its server: when the server is gone, so is the boot.
 
-Invariants: nothing is admitted unless serving, and weights are received only after a proof that nothing runs (S1, S4);
+Invariants: nothing is admitted unless serving, and weights are received only after a proof that nothing runs, or that
+all that runs is held still and goes on after the commit only (S1, S4);
 an admission needs a fresh reading of the store that names the served epoch as committed and as newest (S2); epochs only
 rise, and results of older ones change nothing (S3).
 """
@@ -64,8 +65,9 @@ from contracts.events import (
     WaitStarted,
 )
 
-ABORT_SHARE = {"finish": 0.8, "interrupt": 0.5}
-"""Part of the drain deadline after which the engine itself aborts what runs; gateways have done so before."""
+ABORT_SHARE = {"finish": 0.8, "interrupt": 0.5, "in_flight": 0.0}
+"""Part of the drain deadline after which the engine itself aborts what runs; gateways have done so before. Under
+in_flight an engine that serves holds what runs, and on any other nothing runs that anybody waits for."""
 BACKOFF_MAX_S = 30.0
 """Longest pause before the start of a server whose predecessors never served."""
 
@@ -171,8 +173,7 @@ class EngineCore:
             case _ if input.epoch != state.epoch:
                 return state, []
             case Drained() if state.mode == "draining":
-                drained = EngineDrained(epoch=state.epoch, engine=self._actor, boot=state.boot, seconds=input.seconds)
-                return replace(state, mode="drained"), [_emit(drained, state.epoch)]
+                return self._drained(state, input)
             case DrainFailed() if state.mode == "draining":
                 return self._failed(state, "drain", input.error, input.reason)
             case Loaded() if state.mode == "loading":
@@ -226,13 +227,22 @@ class EngineCore:
         if state.mode in BARRIER:
             state, commands = _retreat(state, event.epoch)
         began_at = event.deadline_at - self._deadline_s
+        hold = event.drain == "in_flight" and state.mode == "serving"
         drain = Drain(
             epoch=event.epoch,
             abort_at=began_at + ABORT_SHARE[event.drain] * self._drain_s,
             deadline_at=began_at + self._drain_s,
+            hold=hold,
         )
-        after = replace(state, epoch=event.epoch, mode="draining", version=None, part=Part(event.deadline_at))
+        part = Part(event.deadline_at, hold)
+        after = replace(state, epoch=event.epoch, mode="draining", version=None, part=part)
         return after, [*commands, drain]
+
+    def _drained(self, state: EngineState, input: Drained) -> Outcome:
+        drained = EngineDrained(
+            epoch=state.epoch, engine=self._actor, boot=state.boot, seconds=input.seconds, held=input.held
+        )
+        return replace(state, mode="drained"), [_emit(drained, state.epoch)]
 
     def _started(self, state: EngineState, part: Part, event: TransferStarted) -> Outcome:
         rank = next((m for m in event.members if (m.engine, m.boot) == self._me(state)), None)
@@ -261,6 +271,7 @@ class EngineCore:
             port=offer.port,
             buckets=offer.buckets,
             deadline_at=part.deadline_at,
+            hold=part.hold,
         )
         part = replace(part, version=event.version)
         return replace(state, mode="loading", part=part, group=event.group), [receive]
@@ -334,7 +345,8 @@ def _retreat(state: EngineState, epoch: int) -> Outcome:
     if state.mode == "starting":
         return replace(state, epoch=epoch), []
     after = replace(state, epoch=epoch, mode="uncertain", version=None, part=None)
-    if state.mode in ("uncertain", "drained", "loaded"):
+    holds = state.part is not None and state.part.hold
+    if state.mode in ("uncertain", "drained", "loaded") and not holds:
         return after, []
     if state.mode != "loading":
         return after, [Abandon(old, None)]

@@ -35,10 +35,11 @@ class ServerDead(msgspec.Struct, frozen=True, tag="server_dead"):
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
-    """Result of `Drain`: nothing runs, and the cache is gone."""
+    """Result of `Drain`: nothing runs, and the cache is gone; or `held` sequences are held still."""
 
     epoch: int
     seconds: float
+    held: int = 0
 
 
 class DrainFailed(msgspec.Struct, frozen=True, tag="drain_failed"):
@@ -101,15 +102,22 @@ class Watch(msgspec.Struct, frozen=True):
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """Wait until nothing runs and the cache is flushed, aborting what runs from `abort_at` on."""
+    """Wait until nothing runs and the cache is flushed, aborting what runs from `abort_at` on.
+
+    With `hold`, pause generation between two steps instead: what runs keeps its cache, and waits.
+    """
 
     epoch: int
     abort_at: float
     deadline_at: float
+    hold: bool = False
 
 
 class Receive(msgspec.Struct, frozen=True):
-    """Pause, join `group` if `fresh` (leaving group `leave` before), receive the buckets, flush, verify."""
+    """Pause, join `group` if `fresh` (leaving group `leave` before), receive the buckets, flush, verify.
+
+    With `hold` sequences are held still, whose cache can't be flushed.
+    """
 
     epoch: int
     version: int
@@ -122,6 +130,7 @@ class Receive(msgspec.Struct, frozen=True):
     port: int
     buckets: tuple[Bucket, ...]
     deadline_at: float
+    hold: bool = False
 
 
 class Resume(msgspec.Struct, frozen=True):
@@ -148,9 +157,13 @@ class Exit(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """This boot's part in the newest epoch. `version` is set when the transfer starts."""
+    """This boot's part in the newest epoch. `version` is set when the transfer starts.
+
+    `hold`: sequences are held still over it, and go on after the commit.
+    """
 
     deadline_at: float
+    hold: bool = False
     offer: TransferOffered | None = None
     version: int | None = None
 

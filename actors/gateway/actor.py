@@ -99,6 +99,7 @@ class GatewayShell:
     def __init__(self, config: RunConfig, actor: str) -> None:
         self.core = GatewayCore(actor, config.gateway, config.refit)
         self._config = config
+        self._outlives = config.refit.drain == "in_flight"
         self._numbers = itertools.count(1)
         self._entries: dict[int, Entry] = {}
         self._flights: dict[int, Flight] = {}
@@ -249,7 +250,8 @@ class GatewayShell:
         if stranger:
             return CallFailed(call.call, "infra", f"boot {boot} answered, boot {call.boot} is committed")
         try:
-            return Answered(call.call, absorb(data, entry.job, entry.drafts, call, self._tokens.vocabulary))
+            parts = absorb(data, entry.job, entry.drafts, call, self._tokens.vocabulary, self._outlives)
+            return Answered(call.call, parts)
         except AnswerError as error:
             return CallFailed(call.call, "infra", str(error))
 
@@ -257,7 +259,7 @@ class GatewayShell:
         self, flight: Flight, entry: Entry, live: Live, response: aiohttp.ClientResponse
     ) -> Answered | CallFailed:
         """Pass on what an engine streams. Raises `AnswerError`, as what reading raises."""
-        flight.arriving = Arriving(entry.job, entry.drafts, flight.call, self._tokens.vocabulary)
+        flight.arriving = Arriving(entry.job, entry.drafts, flight.call, self._tokens.vocabulary, self._outlives)
         async for chunk in response.content.iter_any():
             flight.arriving.feed(chunk)
             live.news.set()

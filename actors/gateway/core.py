@@ -3,7 +3,8 @@
 Requests are known by number only; their tokens stay in the shell. The gate is open while the newest epoch heard of is a
 committed one. A newer `refit.requested` closes it: new requests are held, calls in flight end by themselves or are
 aborted, and what they had not finished goes out again after the commit. A call is stamped with the commit under which
-it was dispatched, and no call outlives its commit.
+it was dispatched, and no call outlives its commit. Under drain policy in_flight calls do, on engines that are members
+of the next commit too; those engines say which version sampled which token.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from actors.gateway.state import (
     ended,
     gate,
     gone,
+    holding,
     load_of,
     loaded,
     reachable,
@@ -100,7 +102,7 @@ class GatewayCore:
 
     def wake(self, state: State) -> float | None:
         times = [] if state.expire_at is None else [state.expire_at]
-        if state.drain and any(not call.aborting for call in state.calls.values()):
+        if state.drain and not holding(state) and any(not call.aborting for call in state.calls.values()):
             times.append(state.drain.abort_at)
         if gate(state) == "open" and state.waiting:
             times += [state.avoided[m.actor].until for m in reachable(state) if m.actor in state.avoided]
@@ -180,12 +182,19 @@ class GatewayCore:
     def _requested(self, state: State, event: RefitRequested, now: float) -> State:
         began_at = event.deadline_at - self._refit.deadline_s
         abort_at = now if event.drain == "interrupt" else began_at + ABORT_SHARE * self._refit.drain_deadline_s
-        drain = Drain(now, abort_at, began_at + END_SHARE * self._refit.drain_deadline_s)
+        end_at = began_at + END_SHARE * self._refit.drain_deadline_s
+        drain = Drain(now, abort_at, end_at, hold=event.drain == "in_flight")
         return _replace(state, epoch=event.epoch, drain=drain)
 
     def _committed(self, state: State, event: RefitCommitted, now: float) -> Outcome:
-        """Every engine of a commit proved itself idle: ghosts are gone, and a call still open is a broken one."""
-        state, commands = _abort(state, tuple(state.calls), now)
+        """Every engine of a commit proved itself idle: ghosts are gone, and a call still open is a broken one.
+
+        Not so for one that held its sequences.
+        """
+        hold = holding(state)
+        kept = {(member.actor, member.boot) for member in event.engines} if hold else set()
+        broken = tuple(n for n, call in state.calls.items() if (call.engine, call.boot) not in kept)
+        state, commands = _abort(state, broken, now)
         state = _replace(
             state,
             committed=Commit(event.epoch, event.version, event.engines),
@@ -193,14 +202,15 @@ class GatewayCore:
             drain=state.drain if event.epoch < state.epoch else None,
             avoided={},
             sessions={},
-            ghosts=(),
+            ghosts=state.ghosts if hold else (),
         )
         return state, commands
 
     def _answered(self, state: State, input: Answered, now: float) -> Outcome:
         state, call = ended(state, input.call)
         unfinished = [part for part in input.parts if part.finish == "abort"]
-        unasked = bool(unfinished) and not call.aborting
+        # an engine that fails its part in a refit aborts what it held
+        unasked = bool(unfinished) and not call.aborting and not holding(state)
         if unasked:
             state = _avoid(state, call.engine, now)
         elif not call.aborting:
@@ -258,7 +268,7 @@ class GatewayCore:
         return _replace(state, expire_at=expire_at), commands
 
     def _drain(self, state: State, now: float) -> Outcome:
-        if state.drain is None or now < state.drain.abort_at:
+        if state.drain is None or state.drain.hold or now < state.drain.abort_at:
             return state, []
         return _abort(state, tuple(state.calls), state.drain.end_at, drained=True)
 
@@ -303,8 +313,10 @@ class GatewayCore:
         )
 
     def _report(self, state: State, now: float) -> Outcome:
-        """Tell the coordinator, once an epoch and boot, that nothing of ours runs."""
-        if state.drain is None or not state.current or state.calls or state.acked == state.epoch:
+        """Tell the coordinator, once an epoch and boot, that nothing of ours runs, or may begin to."""
+        if state.drain is None or not state.current or state.acked == state.epoch:
+            return state, []
+        if state.calls and not state.drain.hold:
             return state, []
         closed = GateClosed(
             epoch=state.epoch,
@@ -313,13 +325,14 @@ class GatewayCore:
             held=len(state.waiting),
             interrupted=state.interrupted,
             seconds=now - state.drain.since,
+            running=len(state.calls),
         )
         return _replace(state, acked=state.epoch, interrupted=0), [Emit(closed)]
 
     def _waits(self, state: State, now: float) -> Outcome:
         """Announce what this step began or ceased to wait for."""
         wanted: dict[str, tuple[str, float]] = {}
-        if gate(state) == "closing" and state.drain:
+        if gate(state) == "closing" and state.drain and not state.drain.hold:
             cause = f"{len(state.calls)} calls must end before the refit of epoch {state.epoch}"
             wanted["drain"] = (cause, state.drain.end_at)
         if state.waiting:

@@ -156,9 +156,12 @@ class Avoided(msgspec.Struct, frozen=True):
 
 
 class Drain(msgspec.Struct, frozen=True):
+    """With `hold` calls stay where they are: their engines hold them still, and go on after the commit."""
+
     since: float
     abort_at: float
     end_at: float
+    hold: bool = False
 
 
 class State(msgspec.Struct, frozen=True):
@@ -201,6 +204,11 @@ def gate(state: State) -> Literal["open", "closing", "closed"]:
     if state.current and state.committed is not None and not refitting(state):
         return "open"
     return "closing" if state.calls else "closed"
+
+
+def holding(state: State) -> bool:
+    """Calls in flight outlive the refit that is under way."""
+    return state.drain is not None and state.drain.hold
 
 
 def reachable(state: State) -> Iterator[Member]:

@@ -43,17 +43,29 @@ class Draft:
         self.spans: list[Span] = []
         self.finish = ""
 
-    def extend(self, ids: list[int], logprobs: list[float], call: Call) -> None:
+    def extend(self, made: Made, call: Call) -> None:
         """Append what `call` produced; consecutive tokens of one origin share a span."""
-        if not ids:
-            return
-        start = len(self.ids)
-        last = self.spans[-1] if self.spans else None
-        if last is not None and (last.version, last.engine, last.boot) == (call.version, call.engine, call.boot):
-            start = self.spans.pop().start
-        self.ids += ids
-        self.logprobs += logprobs
-        self.spans.append(Span(start, len(self.ids), call.version, call.engine, call.boot))
+        end = len(self.ids)
+        for length, version in made.pieces:
+            start, end = end, end + length
+            last = self.spans[-1] if self.spans else None
+            if last is not None and (last.version, last.engine, last.boot) == (version, call.engine, call.boot):
+                start = self.spans.pop().start
+            self.spans.append(Span(start, end, version, call.engine, call.boot))
+        self.ids += made.ids
+        self.logprobs += made.logprobs
+
+
+class Made(msgspec.Struct, frozen=True):
+    """Checked tokens of one sample. `pieces` tile them, none empty: (how many in a row, the version that sampled them).
+
+    `finish` is None for an event of a stream that goes on.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    finish: Finish | None
+    pieces: list[tuple[int, int]]
 
 
 class _FinishReason(msgspec.Struct):
@@ -63,6 +75,7 @@ class _FinishReason(msgspec.Struct):
 class _Meta(msgspec.Struct):
     finish_reason: _FinishReason | None = None
     output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
+    weight_version_spans: list[tuple[int, int, str]] | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -118,8 +131,13 @@ def seed_of(seed: int, sample: int, position: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def absorb(data: bytes, job: Job, drafts: list[Draft], call: Call, vocabulary: int) -> tuple[Part, ...]:
-    """Check the answer to `call` and append it to the drafts: all of it, or, raising `AnswerError`, nothing."""
+def absorb(
+    data: bytes, job: Job, drafts: list[Draft], call: Call, vocabulary: int, outlives: bool = False
+) -> tuple[Part, ...]:
+    """Check the answer to `call` and append it to the drafts: all of it, or, raising `AnswerError`, nothing.
+
+    With `outlives` the call may have gone on over refits: then the engine must say which version sampled what.
+    """
     try:
         answers = _answers.decode(data)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
@@ -130,12 +148,12 @@ def absorb(data: bytes, job: Job, drafts: list[Draft], call: Call, vocabulary: i
     checked = []
     for sample, answer in zip(call.samples, answers, strict=True):
         room = job.max_new_tokens - len(drafts[sample].ids)
-        checked.append(_check(answer, sample, room, vocabulary))
+        checked.append(_check(answer, sample, room, vocabulary, call.version, outlives))
     parts = []
-    for sample, (ids, logprobs, finish) in zip(call.samples, checked, strict=True):
-        drafts[sample].extend(ids, logprobs, call)
-        drafts[sample].finish = settled = _settled(cast(Finish, finish), drafts[sample], job)
-        parts.append(Part(sample, len(ids), settled))
+    for sample, made in zip(call.samples, checked, strict=True):
+        drafts[sample].extend(made, call)
+        drafts[sample].finish = settled = _settled(cast(Finish, made.finish), drafts[sample], job)
+        parts.append(Part(sample, len(made.ids), settled))
     return tuple(parts)
 
 
@@ -145,8 +163,10 @@ class Arriving:
     What was appended stays, whatever becomes of the stream: somebody may have read it.
     """
 
-    def __init__(self, job: Job, drafts: list[Draft], call: Call, vocabulary: int) -> None:
+    def __init__(self, job: Job, drafts: list[Draft], call: Call, vocabulary: int, outlives: bool = False) -> None:
+        """`outlives`: see `absorb`."""
         self._job, self._drafts, self._call, self._vocabulary = job, drafts, call, vocabulary
+        self._outlives = outlives
         self._limit = size_limit(job, len(call.samples))
         self._counts = dict.fromkeys(call.samples, 0)
         self._finishes: dict[int, Finish] = {}
@@ -184,16 +204,16 @@ class Arriving:
         sample = self._call.samples[answer.index]
         draft, known = self._drafts[sample], self._counts[sample]
         room = self._job.max_new_tokens - len(draft.ids) + known
-        ids, logprobs, finish = _check(answer, sample, room, self._vocabulary, known)
-        draft.extend(ids, logprobs, self._call)
-        self._counts[sample] = known + len(ids)
-        if finish is not None:
-            self._finishes[sample] = draft.finish = _settled(finish, draft, self._job)
+        made = _check(answer, sample, room, self._vocabulary, self._call.version, self._outlives, known)
+        draft.extend(made, self._call)
+        self._counts[sample] = known + len(made.ids)
+        if made.finish is not None:
+            self._finishes[sample] = draft.finish = _settled(made.finish, draft, self._job)
 
 
 def _check(
-    answer: _Answer, sample: int, room: int, vocabulary: int, known: int | None = None
-) -> tuple[list[int], list[float], Finish | None]:
+    answer: _Answer, sample: int, room: int, vocabulary: int, version: int, outlives: bool, known: int | None = None
+) -> Made:
     """The tokens beyond the first `known` ones. None: the answer is whole, not an event of a stream that goes on."""
     where = f"sample {sample}"
     ids, entries = answer.output_ids, answer.meta_info.output_token_logprobs or []
@@ -212,11 +232,39 @@ def _check(
         raise AnswerError(f"{where}: no token, and finish_reason {finish}")
     if finish is not None and len(ids) < (known or 0):
         raise AnswerError(f"{where}: ends with {len(ids)} tokens, after {known}")
+    pieces = _pieces(answer.meta_info.weight_version_spans, len(ids), version, where) if outlives else None
     ids, entries = ids[known or 0 :], entries[known or 0 :]
     scored, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
     if ids and not (ids == scored and min(ids) >= 0 and max(ids) < vocabulary and _proper(logprobs)):
         _blame(where, ids, entries, vocabulary, known or 0)
-    return ids, cast(list[float], logprobs), cast(Finish | None, finish)
+    fresh = [(len(ids), version)] * bool(ids) if pieces is None else _behind(pieces, known or 0)
+    return Made(ids, cast(list[float], logprobs), cast(Finish | None, finish), fresh)
+
+
+def _pieces(spans: list[tuple[int, int, str]] | None, count: int, version: int, where: str) -> list[tuple[int, int]]:
+    """The spans of an answer as lengths: they tile its tokens, and versions rise from that of the call on."""
+    pieces, at, last = [], 0, version - 1
+    for start, end, label in spans or ():
+        sampled = int(label) if label.isdecimal() else -1
+        if start != at or end <= start or sampled <= last:
+            raise AnswerError(
+                f"{where}: weight_version_spans {spans} don't rise from version {version}, token by token"
+            )
+        pieces.append((end - start, sampled))
+        at, last = end, sampled
+    if at != count:
+        raise AnswerError(f"{where}: weight_version_spans {spans} do not cover {count} tokens")
+    return pieces
+
+
+def _behind(pieces: list[tuple[int, int]], known: int) -> list[tuple[int, int]]:
+    """What is left of the pieces without their first `known` tokens."""
+    left = []
+    for length, version in pieces:
+        if length > known:
+            left.append((length - known, version))
+        known = max(0, known - length)
+    return left
 
 
 def _proper(logprobs: list[float | None]) -> bool:

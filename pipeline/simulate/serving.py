@@ -127,7 +127,7 @@ class GatewaySim(Quiet):
                 self._failed(actor, call, "not_serving", why)
                 return
             self._calls[call.call] = (call, shell)
-            shell.generate(server, call, lambda finish: self._ended(actor, call, finish))
+            shell.generate(server, call, lambda finish, versions: self._ended(actor, call, finish, versions))
 
         actor.do(actor.world.draw(actor.world.pace.hop), reached)
 
@@ -135,7 +135,7 @@ class GatewaySim(Quiet):
         self._calls.pop(call.call, None)
         actor.after(0.0, gateway.CallFailed(call.call, kind, reason))
 
-    def _ended(self, actor: SimActor, call: gateway.Call, finish: str) -> None:
+    def _ended(self, actor: SimActor, call: gateway.Call, finish: str, versions: list[int]) -> None:
         if self._calls.pop(call.call, None) is None:
             return
         if finish == "lost":
@@ -143,7 +143,7 @@ class GatewaySim(Quiet):
             return
         caller = self._callers.get(call.request)
         for sample in call.samples if caller is not None else ():
-            caller.spans[sample].append(Provenance(call.version, call.engine, call.boot))  # type: ignore[union-attr]
+            caller.spans[sample] += [Provenance(v, call.engine, call.boot) for v in versions]  # type: ignore[union-attr]
         parts = tuple(gateway.Part(sample, 2, finish) for sample in call.samples)  # type: ignore[arg-type]
         actor.after(actor.world.draw(actor.world.pace.hop), gateway.Answered(call.call, parts))
 
@@ -154,10 +154,14 @@ class GatewaySim(Quiet):
 
 
 class Running:
-    """A generation on an engine."""
+    """A generation on an engine, and the versions that it had tokens of. `over`: it only waits to be let go on."""
 
-    def __init__(self, call: gateway.Call, version: int, end: Callable[[str], None]) -> None:
-        self.call, self.version, self.end = call, version, end
+    def __init__(self, call: gateway.Call, version: int, ended: Callable[[str, list[int]], None]) -> None:
+        self.call, self.versions, self._ended = call, [version], ended
+        self.over = False
+
+    def end(self, finish: str) -> None:
+        self._ended(finish, self.versions)
 
 
 class EngineSim(Quiet):
@@ -169,6 +173,7 @@ class EngineSim(Quiet):
         self.version: int | None = None
         self.groups: set[str] = set()
         self._running: dict[str, Running] = {}
+        self._frozen = False
         self._url = ""
         self._lease = engine.Lease(0, 0, 0.0)
         self._held_at = 0.0
@@ -176,7 +181,7 @@ class EngineSim(Quiet):
 
     def killed(self, actor: SimActor) -> None:
         self._table.listening.pop(self._url, None)
-        self.version, self.groups = None, set()
+        self.version, self.groups, self._frozen = None, set(), False
         self._wires.lost(actor.name)
         self._end_all("lost")
 
@@ -197,10 +202,12 @@ class EngineSim(Quiet):
             case engine.Resume():
                 self._held_at, self._lapse_told = actor.now(), False
                 self._read_lease(actor)
+                self._thaw(actor)
                 actor.after(0.001, engine.Resumed(command.epoch))
             case engine.Abandon():
                 self._wires.lost(actor.name)
                 self._end_all("abort")
+                self._frozen = False
             case engine.Exit():
                 actor.world.later(0.0, actor.kill)
             case engine.Watch():
@@ -245,7 +252,29 @@ class EngineSim(Quiet):
             if actor.state.mode == "lapsed":
                 actor.push(engine.LeaseRenewed(actor.state.epoch))
 
-    def generate(self, actor: SimActor, call: gateway.Call, end: Callable[[str], None]) -> None:
+    def _thaw(self, actor: SimActor) -> None:
+        """What was held goes on under the weights that are here now."""
+        self._frozen = False
+        for rid, item in list(self._running.items()):
+            if self.version is None:
+                raise Broken(f"S4: {actor.name} goes on with a sequence, and holds unknown weights")
+            item.versions.append(self.version)
+            if item.over:
+                actor.do(0.001, lambda rid=rid: self._over(actor, rid))
+
+    def _over(self, actor: SimActor, rid: str) -> None:
+        item = self._running.get(rid)
+        if item is None:
+            return
+        if self._frozen:
+            item.over = True
+            return
+        if self.version != item.versions[-1]:
+            raise Broken(f"S1: {actor.name} labels what {self.version} sampled with {item.versions[-1]}")
+        del self._running[rid]
+        item.end("stop")
+
+    def generate(self, actor: SimActor, call: gateway.Call, end: Callable[[str, list[int]], None]) -> None:
         if self.version is None or self.version != call.version:
             raise Broken(f"S2: {actor.name} holds {self.version} and was asked for tokens of {call.version}")
         store = actor.world.store
@@ -253,16 +282,7 @@ class EngineSim(Quiet):
         if store.registers["committed"] > call.epoch and age > self.core.lease_s and not actor.world.losses:
             raise Broken(f"S2: {actor.name} serves epoch {call.epoch} {age:.1f} s after a later one was committed")
         self._running[call.rid] = Running(call, self.version, end)
-
-        def finish() -> None:
-            item = self._running.pop(call.rid, None)
-            if item is None:
-                return
-            if self.version != item.version:
-                raise Broken(f"S1: {actor.name} began a sequence on {item.version} and ended it on {self.version}")
-            item.end("stop")
-
-        actor.do(actor.world.draw(actor.world.pace.generate), finish)
+        actor.do(actor.world.draw(actor.world.pace.generate), lambda: self._over(actor, call.rid))
 
     def abort(self, *prefixes: str) -> None:
         for rid in [rid for rid in self._running if rid.startswith(prefixes)]:
@@ -272,8 +292,9 @@ class EngineSim(Quiet):
         now = actor.now()
         if actor.state.epoch != command.epoch:
             return
-        if not self._running:
-            actor.push(engine.Drained(command.epoch, now - since))
+        self._frozen = command.hold
+        if not self._running or command.hold:
+            actor.push(engine.Drained(command.epoch, now - since, len(self._running)))
         elif now >= command.deadline_at:
             actor.push(engine.DrainFailed(command.epoch, "TimeoutError", "requests still run"))
         else:
@@ -282,7 +303,7 @@ class EngineSim(Quiet):
             actor.do(0.005, lambda: self._drain(actor, command, since))
 
     def _receive(self, actor: SimActor, command: engine.Receive) -> None:
-        if self._running:
+        if self._running and not self._frozen:
             raise Broken(f"S1: {actor.name} receives weights while {len(self._running)} requests run")
         self.version = None
         if command.fresh:

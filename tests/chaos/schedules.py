@@ -31,7 +31,7 @@ from config.schema import (
     RolloutConfig,
     RunConfig,
 )
-from contracts.events import ActorFailed
+from contracts.events import ActorFailed, DrainPolicy
 from pipeline.simulate import archive
 from pipeline.simulate.faults import Faults
 from pipeline.simulate.process import Broken
@@ -46,6 +46,7 @@ STORM_S = 20.0
 MODES = ("safety", "liveness")
 
 
+DRAINS: tuple[DrainPolicy, ...] = ("finish", "interrupt", "in_flight")
 DEADLINE_S = 6.0
 """Of a refit: shorter than many a pause, so that barriers go on without whoever is stopped."""
 REQUEST_S = 60.0
@@ -64,7 +65,7 @@ def config(seed: int, steps: int = 12) -> RunConfig:
             groups=4, max_staleness=seed % 3, sampler=("fifo", "in_order", "ready_first")[seed // 3 % 3]
         ),
         rollout=RolloutConfig(samples=4, open_groups=8),
-        refit=RefitConfig(drain="interrupt" if seed % 2 else "finish", deadline_s=DEADLINE_S, drain_deadline_s=3.0),
+        refit=RefitConfig(drain=DRAINS[seed // 2 % 3], deadline_s=DEADLINE_S, drain_deadline_s=3.0),
         gateway=GatewayConfig(request_deadline_s=REQUEST_S),
     )
 

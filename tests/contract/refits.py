@@ -111,9 +111,9 @@ class Refits:
         store = TCPStore("127.0.0.1", self._port, is_master=False, wait_for_workers=False)
         return PrefixStore("cpu/", PrefixStore(f"{group}/", PrefixStore(group, store))).check(["0/1"])
 
-    async def load(self, epoch: int, seed: int, group: str, fresh: bool) -> None:
+    async def load(self, epoch: int, seed: int, group: str, fresh: bool, drain: Any = "finish") -> None:
         """From the request to the commit."""
-        self.request(epoch)
+        self.request(epoch, drain)
         digest = self.offer(epoch, seed)
         await self.driver.event(EngineDrained, epoch=epoch)
         started = self.start(epoch, group, fresh)

@@ -123,6 +123,54 @@ async def test_what_runs_ends_with_its_version_and_a_bad_transfer_costs_one_epoc
         refits.sender.close()
 
 
+async def test_in_flight_a_sequence_goes_on_over_a_refit_and_tells_its_versions_apart(
+    tmp_path: Path, http: aiohttp.ClientSession
+) -> None:
+    """It is far too long to end by itself. An epoch that fails ends it, with the tokens that it had."""
+    settings = config()
+    params = {**PARAMS, "positions": 32768}
+    engine = replace(settings.engine, max_total_tokens=65536)
+    async with Driver(replace(settings, model=ModelConfig(params=params), engine=engine), tmp_path) as driver:
+        await driver.event(EngineReady)
+        refits = Refits(driver)
+        await refits.load(1, seed=5, group="g1", fresh=True)
+
+        async def more() -> None:
+            """A token is sampled."""
+            seen = await generated()
+            async with asyncio.timeout(20):
+                while await generated() <= seen:  # noqa: ASYNC110 - nothing tells us
+                    await asyncio.sleep(0.01)
+
+        async def generated() -> int:
+            async with http.get(f"{driver.shell._client.url}/server_info") as answer:
+                return (await answer.json())["internal_states"][0]["generated_tokens"]
+
+        running = asyncio.create_task(generate(http, driver.url, 1, "rid-001", new=30000))
+        await eventually(lambda: driver.shell._proxy.running == 1)
+        await more()
+        await refits.load(2, seed=6, group="g1", fresh=False, drain="in_flight")
+        assert (await driver.event(EngineDrained, epoch=2)).held == 1
+        await more()
+
+        refits.request(3, "in_flight")
+        await driver.event(EngineDrained, epoch=3)
+        driver.publish(RefitFailed(epoch=3, version=103, phase="offer", reason="the trainer is gone"))
+        status, answer, _ = await running
+        meta, count = answer["meta_info"], len(answer["output_ids"])
+        (start, cut, old), (again, end, new) = meta["weight_version_spans"]
+        assert (status, meta["finish_reason"]["type"]) == (200, "abort")
+        assert (start, old, again, end, new) == (0, "101", cut, count, "102")
+        assert 0 < cut < count
+
+        await refits.load(4, seed=7, group="g4", fresh=True, drain="in_flight")
+        assert (await driver.event(EngineDrained, epoch=4)).held == 0
+        assert (await generate(http, driver.url, 4, "rid-002"))[1]["meta_info"]["weight_version_spans"] == [
+            [0, 4, "104"]
+        ]
+        refits.sender.close()
+
+
 async def test_a_server_that_waits_for_an_absent_sender_is_replaced(tmp_path: Path) -> None:
     async with Driver(config(), tmp_path) as driver:
         await driver.event(EngineReady)

@@ -15,7 +15,7 @@ from actors.refit.core import RefitCore
 from actors.refit.fleet import Fleet
 from actors.refit.state import Barrier, Seat
 from config.schema import EngineConfig, GatewayConfig, LaunchConfig, RefitConfig
-from contracts.events import RefitRequested, TransferStarted
+from contracts.events import DrainPolicy, RefitRequested, TransferStarted
 
 Without = set[str]
 """What is taken out; shared by all cores of a model, which first come to serve with everything in."""
@@ -111,7 +111,8 @@ class MutatedGateway(GatewayCore):
 REFIT = RefitConfig(failures=1000, retry_backoff_s=1.0, drain_deadline_s=100.0, deadline_s=1000.0, drain="interrupt")
 
 
-def coordinator(engines: int, without: Without) -> RefitCore:
-    core = RefitCore(REFIT, EngineConfig(count=engines), GatewayConfig(), LaunchConfig())
-    core.barriers = MutatedBarriers(REFIT, core.fleet, without)
+def coordinator(engines: int, without: Without, drain: DrainPolicy) -> RefitCore:
+    refit = replace(REFIT, drain=drain)
+    core = RefitCore(refit, EngineConfig(count=engines), GatewayConfig(), LaunchConfig())
+    core.barriers = MutatedBarriers(refit, core.fleet, without)
     return core

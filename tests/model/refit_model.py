@@ -34,6 +34,7 @@ from actors.refit.state import FsyncHigh, Gateway, Heard, HighWritten, Missed
 from contracts.core import Booted
 from contracts.events import (
     ActorBooted,
+    DrainPolicy,
     EngineDead,
     EngineHealth,
     EngineQuarantined,
@@ -97,11 +98,12 @@ class RefitModel:
         epochs: int = 3,
         committed: bool = True,
         reduce: bool = True,
+        drain: DrainPolicy = "interrupt",
     ) -> None:
         self.names = tuple(f"engine-{i}" for i in range(engines))
         self.gate_sender, self.trainer_sender = engines, engines + 1
         self._without: set[str] = set()
-        self.coordinator = Table(mechanisms.coordinator(engines, self._without), tables.coordinator)
+        self.coordinator = Table(mechanisms.coordinator(engines, self._without, drain), tables.coordinator)
         self.tables = [Table(mechanisms.MutatedEngine(name, self._without), tables.engine) for name in self.names]
         self.gateway = Table(mechanisms.MutatedGateway(self._without), tables.gate)
         self._kinds = kinds
@@ -357,9 +359,22 @@ class RefitModel:
         if not call.number:
             yield (name, "ends a sequence that nobody waits for"), drop_call(world, call)
             return
-        yield (name, "ends the sequence of call", call.number), move_call(world, call, place="ok")
+        if not world.engines[call.engine].frozen:
+            yield (name, "ends the sequence of call", call.number), self._samples_last(world, call)
         if call.aborting:
             yield (name, "aborts the sequence of call", call.number), move_call(world, call, place="cut")
+
+    def _samples_last(self, world: World, call: Call) -> World:
+        """A held sequence goes on from what its engine was loaded with; the first token came at its admission."""
+        engine, name = world.engines[call.engine], self.names[call.engine]
+        sampled = call.sampled if engine.weights in call.sampled else (*call.sampled, engine.weights)
+        wrong = ""
+        if (
+            engine.weights in (DUMMY, PARTIAL, OTHER)
+            or (engine.weights, name, engine.boot) not in world.history.sources
+        ):
+            wrong = f"S4: {name} goes on with weights {engine.weights}, which no commit made whole"
+        return replace(move_call(world, call, place="ok", sampled=sampled), wrong=world.wrong or wrong)
 
     def _operation(self, world: World, index: int, op: Any) -> Iterator[tuple[Label, World]]:
         engine, name = world.engines[index], self.names[index]
@@ -368,12 +383,15 @@ class RefitModel:
             case StartServer():
                 ready = ServerReady("u", 1, 0.0)
                 yield (name, "boot", engine.boot, "is up"), self._engine_step(done, index, ready)
+            case Drain(hold=True):
+                held = self._engine_step(set_engine(done, index, frozen=True), index, Drained(op.epoch, 0.0))
+                yield (name, "boot", engine.boot, "holds still for epoch", op.epoch), held
             case Drain() if not runs(world, index):
-                drained = self._engine_step(done, index, Drained(op.epoch, 0.0))
+                drained = self._engine_step(set_engine(done, index, frozen=False), index, Drained(op.epoch, 0.0))
                 yield (name, "boot", engine.boot, "drained for epoch", op.epoch), drained
             case Receive() if not engine.receiving:
                 wrong = ""
-                if runs(world, index):
+                if runs(world, index) and not engine.frozen:
                     wrong = f"S1: {name} receives weights while a sequence runs"
                 if Member(name, engine.boot) not in world.history.started and not wrong:
                     wrong = f"S5: {name} receives in epoch {op.epoch} what was not started for it"
@@ -384,7 +402,8 @@ class RefitModel:
             case Receive():
                 yield (name, "has loaded epoch", op.epoch), self._load(done, index, op, op.version)
             case Resume():
-                yield (name, "goes on"), self._engine_step(done, index, Resumed(op.epoch))
+                goes_on = set_engine(done, index, frozen=False)
+                yield (name, "goes on"), self._engine_step(goes_on, index, Resumed(op.epoch))
 
     def _load(self, world: World, index: int, op: Receive, weights: int) -> World:
         history, me = world.history, Member(self.names[index], world.engines[index].boot)
@@ -404,7 +423,8 @@ class RefitModel:
                     engine = world.engines[index]
                     kept = tuple(op for op in engine.ops if op.epoch > output.epoch)
                     receiving = engine.receiving and kept[:1] == engine.ops[:1]
-                    world = end_runs(set_engine(world, index, ops=kept, receiving=receiving), index, "cut")
+                    given_up = set_engine(world, index, ops=kept, receiving=receiving, frozen=False)
+                    world = end_runs(given_up, index, "cut")
                 case StartServer() | Drain() | Receive() | Resume():
                     world = set_engine(world, index, ops=(*world.engines[index].ops, output))
                 case Watch() | Exit():
@@ -417,7 +437,7 @@ class RefitModel:
         engine, name = world.engines[index], self.names[index]
         boot = engine.boot + 1
         world = end_runs(world, index, "infra")
-        world = set_engine(world, index, boot=boot, ops=(), receiving=False, weights=DUMMY, lease=0)
+        world = set_engine(world, index, boot=boot, ops=(), receiving=False, weights=DUMMY, lease=0, frozen=False)
         booted = ActorBooted(actor=name, boot=boot, pid=1, host="h")
         world = tell_gate(tell(world, index, FLEET, booted), 1 + index, booted)
         return self._engine_step(world, index, Booted(boot))
@@ -462,9 +482,12 @@ class RefitModel:
         after = drop_call(world, call)
         if call.place == "infra":
             return self._gate_step(after, CallFailed(call.number, "infra", "r"))
-        source = (call.version, self.names[call.engine], call.boot)
-        if source not in world.history.sources:
-            after = replace(after, wrong=f"S6: tokens of {source} were never committed")
+        for version in call.sampled:
+            source = (version, self.names[call.engine], call.boot)
+            if source not in world.history.sources:
+                after = replace(after, wrong=f"S6: tokens of {source} were never committed")
+        if "spans" in self._without and set(call.sampled) - {call.version}:
+            after = replace(after, wrong=f"S1: tokens of versions {call.sampled} are labelled with {call.version}")
         finish = "stop" if call.place == "ok" else "abort"
         return self._gate_step(after, Answered(call.number, (Part(0, 1, finish),)))
 
@@ -513,7 +536,8 @@ class RefitModel:
         now = 0.0 if engine.lease else table.core.lease_s
         if engine.boot != call.boot or not table.core.admits(state, call.epoch, lease, now):
             return move_call(world, call, place="infra") if call.number else drop_call(world, call)
-        return replace(move_call(world, call, place="run"), wrong=self._wrong_admission(world, call))
+        begun = move_call(world, call, place="run", sampled=(engine.weights,))
+        return replace(begun, wrong=self._wrong_admission(world, call))
 
     def _wrong_admission(self, world: World, call: Call) -> str:
         history, engine, name = world.history, world.engines[call.engine], self.names[call.engine]
@@ -579,6 +603,7 @@ if __name__ == "__main__":
     args = dict(a.split("=") for a in sys.argv[1:])
     kinds = frozenset(args.pop("kinds").split(",")) if "kinds" in args else FAULTS
     without = frozenset(args.pop("without").split("+")) if "without" in args else frozenset()
+    named: dict[str, Any] = {"drain": args.pop("drain", "interrupt")} | {k: int(v) for k, v in args.items()}
     began = time.perf_counter()
-    result = search(RefitModel(kinds=kinds, without=without, **{k: int(v) for k, v in args.items()}), liveness=True)
+    result = search(RefitModel(kinds=kinds, without=without, **named), liveness=True)
     print(result, f"{time.perf_counter() - began:.1f} s")

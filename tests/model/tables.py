@@ -121,10 +121,12 @@ def _plain(event: Any, now: float) -> Any:
             return replace(event, deadline_at=event.deadline_at - now)
         case RefitCommitted():
             return replace(event, pause_s=0.0, drain_s=0.0, transfer_s=0.0)
-        case EngineReady() | EngineDrained() | EngineLoaded() | TransferFinished():
+        case EngineDrained():
+            return replace(event, seconds=0.0, held=0)
+        case EngineReady() | EngineLoaded() | TransferFinished():
             return replace(event, seconds=0.0)
         case GateClosed():
-            return replace(event, seconds=0.0, held=0, interrupted=0)
+            return replace(event, seconds=0.0, held=0, interrupted=0, running=0)
     return event
 
 
@@ -165,7 +167,7 @@ def engine(state: EngineState, now: float) -> EngineState:
 def gate(state: gateway.State, now: float) -> gateway.State:
     drain = state.drain
     if drain is not None:
-        drain = gateway.Drain(0.0, max(0.0, drain.abort_at - now), max(0.0, drain.end_at - now))
+        drain = gateway.Drain(0.0, max(0.0, drain.abort_at - now), max(0.0, drain.end_at - now), drain.hold)
     avoided = {n: gateway.Avoided(max(0.0, a.until - now), 1) for n, a in sorted(state.avoided.items())}
     requests = {n: replace(r, held_since=0.0, held_s=0.0, failures=0) for n, r in sorted(state.requests.items())}
     return replace(

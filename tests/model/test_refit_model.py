@@ -18,6 +18,7 @@ BOUNDS: dict[str, dict[str, Any]] = {
     "a start of three engines": {"faults": 0, "steps": 0, "engines": 3, "committed": False},
     "one fault of any kind while serving": {"faults": 1, "steps": 0},
     "one fault in a refit": {"faults": 1, "steps": 1, "kinds": FAULTS - {"crash", "silent"}},
+    "one fault of an engine in flight": {"drain": "in_flight", "faults": 1, "steps": 1, "kinds": {"fail", "corrupt"}},
 }
 """Larger ones by `python -m tests.model.refit_model faults=1 steps=1 epochs=3`, which takes minutes and gigabytes."""
 
@@ -53,6 +54,15 @@ NEEDED: dict[str, tuple[str, str]] = {
 
 Where several are named, each covers for the other: without either alone the same search finds nothing wrong.
 """
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "wrong"),
+    [("drain", "S1: engine-1 receives weights while"), ("spans", "S1: tokens of versions (0, 1) are labelled with 0")],
+)
+def test_in_flight_breaks_without_holding_still_or_without_spans(mechanism: str, wrong: str) -> None:
+    result = search(RefitModel(without=frozenset({mechanism}), drain="in_flight", faults=0, steps=1, epochs=2))
+    assert result.wrong.startswith(wrong), str(result)
 
 
 @pytest.mark.parametrize("mechanisms", NEEDED)

@@ -21,7 +21,8 @@ class Engine(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
     """`core` numbers a state of the real core; `inbox` is what it has not read of the refit stream.
 
     `ops` are operations in the order in which the core asked for them; only the first one runs. `lease` is the epoch
-    that the last reading of the registers confirmed, 0 when it confirmed none or is too old.
+    that the last reading of the registers confirmed, 0 when it confirmed none or is too old. `frozen`: generation is
+    paused, and what runs is held still.
     """
 
     core: int
@@ -31,6 +32,7 @@ class Engine(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
     receiving: bool = False
     weights: int = DUMMY
     lease: int = 0
+    frozen: bool = False
 
 
 class Gate(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
@@ -44,7 +46,7 @@ class Gate(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
 class Call(msgspec.Struct, frozen=True, cache_hash=True, gc=False, order=True):
     """A request on its way to an engine (`net`), running there (`run`), or answered (`ok`, `cut`, `infra`).
 
-    `number` is the gateway's, 0 once nobody waits for the answer.
+    `number` is the gateway's, 0 once nobody waits for the answer. `sampled`: the versions that its tokens are from.
     """
 
     place: str
@@ -54,6 +56,7 @@ class Call(msgspec.Struct, frozen=True, cache_hash=True, gc=False, order=True):
     epoch: int
     version: int
     aborting: bool = False
+    sampled: tuple[int, ...] = ()
 
 
 class Trainer(msgspec.Struct, frozen=True, cache_hash=True, gc=False):

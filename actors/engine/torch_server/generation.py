@@ -43,6 +43,7 @@ class Generation:
         "ticket",
         "tokens",
         "version",
+        "versions",
     )
 
     def __init__(
@@ -72,6 +73,8 @@ class Generation:
         self.finish: Mapping[str, Any] | None = None
         self.left = False
         self.version = ""
+        self.versions: list[tuple[int, str]] = []
+        """(first output token, label of the weights that sampled it and those after it)."""
         self.row, self.filled, self.epoch = -1, 0, -1
         self.cached = self.retractions = 0
         self.stored: torch.Tensor | None = None
@@ -110,8 +113,10 @@ class Generation:
         if self.scores_prompt:
             self.prompt_logprobs = []
 
-    def accept(self, token: int, logprob: float) -> None:
-        """Take the next token, the one that ends it included."""
+    def accept(self, token: int, logprob: float, version: str) -> None:
+        """Take the next token, the one that ends it included, from weights labelled `version`."""
+        if not self.versions or self.versions[-1][1] != version:
+            self.versions.append((len(self.logprobs), version))
         self.tokens.append(token)
         self.logprobs.append(logprob)
         if len(self.logprobs) >= self.sampling.max_new:

@@ -224,6 +224,7 @@ def answer(g: Generation, version: str) -> dict[str, Any]:
         "finish_reason": g.finish if g.left else None,
         "prompt_tokens": g.prompt,
         "weight_version": g.version if g.left else version,
+        "weight_version_spans": _version_spans(g, made),
         "num_retractions": g.retractions,
     }
     if g.return_logprob:
@@ -236,6 +237,13 @@ def answer(g: Generation, version: str) -> dict[str, Any]:
     if g.left:
         meta["e2e_latency"] = time.monotonic() - g.created
     return {"output_ids": ids, "meta_info": meta}
+
+
+def _version_spans(g: Generation, made: int) -> list[tuple[int, int, str]]:
+    """[start, end) of the first `made` output tokens, and the label of the weights that sampled them."""
+    begun = [(start, version) for start, version in list(g.versions) if start < made]
+    ends = [*(start for start, _ in begun[1:]), made]
+    return [(start, end, version) for (start, version), end in zip(begun, ends, strict=False)]
 
 
 def _prompt_logprobs(g: Generation) -> list[list[Any]]:

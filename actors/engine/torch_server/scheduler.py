@@ -325,7 +325,7 @@ class Scheduler:
                 g.finish = NOT_FINITE
                 self.cache.wipe(g.row)
             else:
-                g.accept(int(token), logprob)
+                g.accept(int(token), logprob, self.version)
             if g.finish is not None:
                 done.append(g)
             elif g.stream:

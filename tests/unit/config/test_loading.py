@@ -143,6 +143,8 @@ def test_external_engines_are_counted_by_their_urls() -> None:
     ("overrides", "expected"),
     [
         (["refit.deadline_s=10"], "refit.drain_deadline_s=30 must be under refit.deadline_s=10"),
+        (["refit.drain=in_flight", "engine.kind=sglang"], "refit.drain=in_flight needs engine.kind=torch"),
+        (["refit.drain=in_flight", "refit.verify=probe"], "refit.verify=probe generates before the commit"),
         (["rollout.deadline_s=5"], "rollout.score_deadline_s=30 must not exceed rollout.deadline_s=5"),
         (["trainer.minibatches=1000"], "trainer.minibatches=1000 can't split a batch of 512"),
         (["trainer.betas=[0.9, 1.0]"], "trainer.betas=[0.9, 1.0]: each must be"),

@@ -187,6 +187,44 @@ def test_a_newer_request_first_gives_up_what_is_performed(mode: str, group: str 
     assert run.feed(requested(2, BOOT)) == [Abandon(1, group), Drain(2, 24.0, 30.0)]
 
 
+HELD = (*TO_SERVING, requested(2, BOOT, drain="in_flight"))
+
+
+def test_in_flight_holds_what_runs_over_the_load_and_lets_it_go_on_after_the_commit() -> None:
+    run = Run(*TO_SERVING)
+    assert run.feed(requested(2, BOOT, drain="in_flight")) == [Drain(2, 0.0, 30.0, hold=True)]
+    told = EngineDrained(epoch=2, engine=ME, boot=BOOT, seconds=0.5, held=3)
+    assert run.feed(Drained(2, 0.5, 3)) == [told]
+    (receive,) = run.feed(offered(2), started(2, BOOT))
+    assert isinstance(receive, Receive)
+    assert receive.hold
+    run.feed(Loaded(2, "d", 1.0))
+    assert run.feed(committed(2, BOOT))[0] == Resume(2)
+
+
+@pytest.mark.parametrize("mode", ["uncertain", "lapsed"])
+def test_in_flight_holds_nothing_where_nothing_is_served(mode: str) -> None:
+    """What still runs there belongs to an epoch that is over, or to a lease that is."""
+    assert Run(*PATHS[mode]).feed(requested(2, BOOT, drain="in_flight")) == [Drain(2, 0.0, 30.0)]
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        HELD,
+        (*HELD, Drained(2, 0.5, 3)),
+        (*HELD, offered(2), Drained(2, 0.5, 3), started(2, BOOT), Loaded(2, "d", 1.0)),
+    ],
+    ids=["draining", "drained", "loaded"],
+)
+def test_what_is_held_is_given_up_with_its_epoch(path: Any) -> None:
+    """Nothing goes on from weights that no commit made whole."""
+    run = Run(*path)
+    assert run.feed(failed(2)) == [Abandon(2, None)]
+    assert run.state.mode == "uncertain"
+    assert run.feed(requested(3, BOOT, drain="in_flight")) == [Drain(3, 0.0, 30.0)]
+
+
 @pytest.mark.parametrize("boots", [(), (BOOT - 1,), (BOOT + 1,)])
 def test_a_request_that_does_not_count_on_this_boot_ends_serving(boots: tuple[int, ...]) -> None:
     run = Run(*TO_SERVING)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from actors.engine.torch_server import protocol
 from actors.engine.torch_server.generation import Generation
 
 Make = Callable[..., Any]
@@ -225,6 +226,26 @@ def test_weights_that_are_not_finite_end_generations_and_poison_nothing_later(st
     engine.scheduler.apply(list(good.items()), None, False)
     assert output(engine.alone([5], 6)) != []
     assert output(engine.alone(prompt, 6)) == want
+
+
+def test_tokens_are_told_apart_by_the_weights_that_sampled_them(stepped: Make) -> None:
+    """Held still over an update, a sequence keeps its keys and values, which no later prompt is offered."""
+    engine = stepped()
+    long = list(range(5, 25))
+    g, late = engine.add(long, 6), engine.add([7, 8], 4)
+    engine.step(3)
+    before = output(g)
+    engine.scheduler.pause("in_place")
+    engine.scheduler.apply(changed(engine), "v1", False)
+    engine.scheduler.apply([], "v1", False)
+    assert output(g) == before
+    engine.scheduler.resume()
+    engine.run()
+    fresh = engine.alone(long, 6)
+    found = [protocol.answer(each, "v1")["meta_info"]["weight_version_spans"] for each in (g, late, fresh)]
+    assert found == [[(0, 3, "default"), (3, 6, "v1")], [(0, 3, "default"), (3, 4, "v1")], [(0, 6, "v1")]]
+    assert fresh.cached == 0
+    assert protocol.answer(engine.add([5]), "v1")["meta_info"]["weight_version_spans"] == []
 
 
 def test_a_flush_is_refused_while_anything_is_held(stepped: Make) -> None:

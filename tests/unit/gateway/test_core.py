@@ -326,6 +326,51 @@ def test_finish_aborts_what_outlives_its_share_of_the_drain(serving: Driver):
     assert [(c.held, c.interrupted) for c in closed] == [(1, 1)]
 
 
+def test_in_flight_closes_at_once_and_leaves_its_calls_where_they_are(serving: Driver):
+    serving.arrive(1)
+    serving.arrive(2, deadline_at=300.0)
+    commands = serving.feed(requested(2, "in_flight"))
+    assert [(c.held, c.running) for c in events(commands, GateClosed)] == [(0, 2)]
+    assert events(commands, WaitStarted) == []
+    assert serving.core.wake(serving.state) == 300.0
+    assert of(serving.at(160.0), AbortCall) == []
+    assert of(serving.arrive(3), Call) == []
+    commands = serving.feed(committed(2))
+    assert of(commands, AbortCall) == []
+    assert only(commands, Call).epoch == 2
+    assert [(call.engine, call.aborting) for call in serving.state.calls.values()][:2] == [
+        ("engine-0", False),
+        ("engine-1", False),
+    ]
+    assert only(serving.feed(done(1)), Reply) == Reply(1, 0.0)
+
+
+def test_in_flight_ends_calls_on_engines_that_the_commit_leaves_out(serving: Driver):
+    serving.arrive(1)
+    serving.arrive(2)
+    gone = {call.engine: number for number, call in serving.state.calls.items()}
+    serving.feed(requested(2, "in_flight"))
+    commands = serving.feed(committed(2, ("engine-0", 1), ("engine-1", 2)))
+    assert of(commands, AbortCall) == [AbortCall(gone["engine-1"], 100.0)]
+
+
+def test_in_flight_goes_on_elsewhere_with_what_a_failed_refit_aborted(serving: Driver):
+    """The engine ended it, as it must: that counts as nobody's fault."""
+    serving.arrive(1)
+    serving.all(requested(2, "in_flight"), partial(1))
+    assert serving.state.avoided == {}
+    assert serving.state.requests[1].failures == 0
+    assert only(serving.feed(committed(2)), Call).request == 1
+
+
+def test_ghosts_are_remembered_while_engines_need_not_be_idle(serving: Driver):
+    serving.boot(2)
+    serving.all(requested(2, "in_flight"), committed(2))
+    assert serving.state.ghosts == (1,)
+    serving.all(requested(3, "finish"), committed(3))
+    assert serving.state.ghosts == ()
+
+
 def test_interrupt_aborts_at_once_and_continues_the_unfinished_samples_after_the_commit(serving: Driver):
     serving.arrive(1, n=3)
     serving.now = 110.0
