@@ -100,6 +100,7 @@ ALLOWED = (
     Allowed(r"pipeline/cluster.py:_outcome", r"task.result\(\)", "it is done"),
     Allowed(r"pipeline/driver.py:Driver.run", r"asyncio.gather\(following.*", "it was cancelled"),
     Allowed(r"pipeline/eventlog.py:_iterate.take", r"anext\(source, None\)", "who follows a log waits for it"),
+    Allowed(r"pipeline/top/feed.py:Feed._follow", r"pages", "who watches a run waits for it"),
     Allowed(r"pipeline/runtime/loop.py:Runtime._work", r"self._wants.wait\(\)", RUN),
     Allowed(r"actors/.*:.*", r"request.read\(\)", CALLER),
     Allowed(r"actors/.*:.*", r"response.(prepare|write|write_eof)\(.*", CALLER),
