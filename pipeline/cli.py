@@ -220,6 +220,19 @@ def diff(first: str, second: str, as_json: bool) -> None:
 
 @main.command()
 @click.argument("run", required=False)
+@click.option("--port", type=click.IntRange(1, 65535), help="Default: 8686, or any that is free.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen at.")
+@click.option("--open", "show", is_flag=True, help="Open it in the browser.")
+def ui(run: str | None, port: int | None, host: str, show: bool) -> None:
+    """Show a run, live or archived, as a web page until Ctrl-C."""
+    from pipeline.rundir import RunDir
+    from pipeline.ui import command
+
+    command.run(RunDir.find(run), host, port, show=show)
+
+
+@main.command()
+@click.argument("run", required=False)
 @click.option("-o", "out", type=click.Path(path_type=Path), help="Where to write; default trace.json in the run.")
 def trace(run: str | None, out: Path | None) -> None:
     """Write a run as a Chrome trace, to be opened at https://ui.perfetto.dev."""

@@ -7,7 +7,7 @@ those that it caused. Times are microseconds since the first event.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -45,78 +45,101 @@ class Rollout(msgspec.Struct, frozen=True):
     args: dict[str, Any]
 
 
-class Tracer:
-    """Folds events into spans. `zero_ns`: the first event's time."""
+class Spans:
+    """Folds events into what actors did and waited for. `zero_ns`: the first event's time.
+
+    `spans` and `rollouts` get what is over; a subclass may take it elsewhere by overriding `add` and `rolled`.
+    """
 
     def __init__(self) -> None:
-        self.events: list[tuple[str, float, Envelope[Any]]] = []
         self.spans: list[Span] = []
         self.rollouts: list[Rollout] = []
         self.zero_ns: int | None = None
         self._waits: dict[tuple[str, str], tuple[float, ev.WaitStarted]] = {}
         self._epoch: dict[str, Any] = {}
-        self._booted: dict[str, float] = {}
         self._last = 0.0
+        self._handlers: dict[type, Callable[[str, Any, float], None]] = {
+            ev.TrajectoryFinished: self._rollout,
+            ev.StepFinished: lambda actor, body, at: self._did(
+                actor, f"step {body.step}", at, body.seconds, version=body.version, batch=body.batch
+            ),
+            ev.CheckpointSaved: lambda actor, body, at: self._did(
+                actor, f"checkpoint {body.step}", at, body.seconds, path=body.path
+            ),
+            ev.TransferFinished: self._sent,
+            ev.EngineDrained: lambda actor, body, at: self._did(actor, f"drain epoch {body.epoch}", at, body.seconds),
+            ev.EngineLoaded: lambda actor, body, at: self._did(
+                actor, f"load epoch {body.epoch}", at, body.seconds, digest=body.digest
+            ),
+            ev.EngineReady: lambda actor, body, at: self._did(actor, "start server", at, body.seconds, boot=body.boot),
+            ev.GateClosed: lambda actor, body, at: self._did(
+                actor, f"close gate, epoch {body.epoch}", at, body.seconds, held=body.held
+            ),
+            ev.WaitStarted: self._wait,
+            ev.WaitEnded: lambda actor, body, at: self._wait_ends(body.actor, body.on, at, over=True),
+            ev.ActorBooted: self._boot,
+            ev.RefitRequested: self._refit,
+            ev.TransferStarted: lambda actor, body, at: self._phase("transfer", at),
+            ev.RefitCommitted: lambda actor, body, at: self._end_refit(at, "committed"),
+            ev.RefitFailed: lambda actor, body, at: self._end_refit(at, f"failed in {body.phase}: {body.reason}"),
+        }
 
-    def apply(self, envelope: Envelope[Any]) -> None:
-        """Consume the next event of the log."""
+    def apply(self, envelope: Envelope[Any]) -> float:
+        """Consume the next event of the log; answers its time in microseconds since the first."""
         if self.zero_ns is None:
             self.zero_ns = envelope.wall_ns
         at = (envelope.wall_ns - self.zero_ns) / 1e3
         self._last = max(self._last, at)
-        self.events.append((envelope.actor, at, envelope))
-        body = envelope.body
-        match body:
-            case ev.TrajectoryFinished():
-                args = {"reward": body.reward, "tokens": body.completion_tokens, "attempt": body.attempt}
-                self.rollouts.append(
-                    Rollout(envelope.actor, body.index, body.sample, at - body.seconds * 1e6, at, args)
-                )
-            case ev.StepFinished():
-                self._did(envelope.actor, f"step {body.step}", at, body.seconds, version=body.version, batch=body.batch)
-            case ev.CheckpointSaved():
-                self._did(envelope.actor, f"checkpoint {body.step}", at, body.seconds, path=body.path)
-            case ev.TransferFinished():
-                self._did(envelope.actor, f"send epoch {body.epoch}", at, body.seconds, bytes=body.bytes)
-            case ev.EngineDrained():
-                self._did(envelope.actor, f"drain epoch {body.epoch}", at, body.seconds)
-            case ev.EngineLoaded():
-                self._did(envelope.actor, f"load epoch {body.epoch}", at, body.seconds, digest=body.digest)
-            case ev.EngineReady():
-                self._did(envelope.actor, "start server", at, body.seconds, boot=body.boot)
-            case ev.GateClosed():
-                self._did(envelope.actor, f"close gate, epoch {body.epoch}", at, body.seconds, held=body.held)
-            case ev.WaitStarted():
-                self._waits[body.actor, body.on] = (at, body)
-            case ev.WaitEnded():
-                self._wait_ends(body.actor, body.on, at, over=True)
-            case ev.ActorBooted():
-                for actor, on in [key for key in self._waits if key[0] == body.actor]:
-                    self._wait_ends(actor, on, at, over=False)
-        self._refit(envelope.actor, body, at)
+        handler = self._handlers.get(type(envelope.body))
+        if handler is not None:
+            handler(envelope.actor, envelope.body, at)
+        return at
+
+    def add(self, span: Span) -> None:
+        """A span is over."""
+        self.spans.append(span)
+
+    def rolled(self, rollout: Rollout) -> None:
+        """A rollout is over."""
+        self.rollouts.append(rollout)
+
+    def close(self) -> None:
+        """What is still open ends with the log."""
+        for actor, on in list(self._waits):
+            self._wait_ends(actor, on, self._last, over=False)
+        self._end_refit(self._last, "open")
+
+    def _rollout(self, actor: str, body: ev.TrajectoryFinished, at: float) -> None:
+        args = {"reward": body.reward, "tokens": body.completion_tokens, "attempt": body.attempt}
+        self.rolled(Rollout(actor, body.index, body.sample, at - body.seconds * 1e6, at, args))
+
+    def _sent(self, actor: str, body: ev.TransferFinished, at: float) -> None:
+        self._did(actor, f"send epoch {body.epoch}", at, body.seconds, bytes=body.bytes)
+        self._phase("verify", at)
+
+    def _wait(self, actor: str, body: ev.WaitStarted, at: float) -> None:
+        self._waits[body.actor, body.on] = (at, body)
+
+    def _boot(self, actor: str, body: ev.ActorBooted, at: float) -> None:
+        for waiter, on in [key for key in self._waits if key[0] == body.actor]:
+            self._wait_ends(waiter, on, at, over=False)
 
     def _did(self, actor: str, name: str, at: float, seconds: float, **args: Any) -> None:
-        self.spans.append(Span(actor, DOES, name, max(0.0, at - seconds * 1e6), at, args))
+        self.add(Span(actor, DOES, name, max(0.0, at - seconds * 1e6), at, args))
 
     def _wait_ends(self, actor: str, on: str, at: float, *, over: bool) -> None:
         begun = self._waits.pop((actor, on), None)
         if begun is not None:
             args = {"cause": begun[1].cause, "over": over}
-            self.spans.append(Span(actor, WAITS, f"waits for {on}", begun[0], max(at, begun[0]), args))
+            self.add(Span(actor, WAITS, f"waits for {on}", begun[0], max(at, begun[0]), args))
 
-    def _refit(self, actor: str, body: Any, at: float) -> None:
-        match body:
-            case ev.RefitRequested():
-                self._end_refit(at, "cut off")
-                self._epoch = {"actor": actor, "begin": at, "body": body, "phases": [("drain", at)]}
-            case ev.TransferStarted() if self._epoch:
-                self._epoch["phases"].append(("transfer", at))
-            case ev.TransferFinished() if self._epoch:
-                self._epoch["phases"].append(("verify", at))
-            case ev.RefitCommitted():
-                self._end_refit(at, "committed")
-            case ev.RefitFailed():
-                self._end_refit(at, f"failed in {body.phase}: {body.reason}")
+    def _refit(self, actor: str, body: ev.RefitRequested, at: float) -> None:
+        self._end_refit(at, "cut off")
+        self._epoch = {"actor": actor, "begin": at, "body": body, "phases": [("drain", at)]}
+
+    def _phase(self, name: str, at: float) -> None:
+        if self._epoch:
+            self._epoch["phases"].append((name, at))
 
     def _end_refit(self, at: float, how: str) -> None:
         if not self._epoch:
@@ -124,18 +147,29 @@ class Tracer:
         actor, body, begin = self._epoch["actor"], self._epoch["body"], self._epoch["begin"]
         at = max(at, *(start for _, start in self._epoch["phases"]))
         args = {"epoch": body.epoch, "version": body.version, "end": how}
-        self.spans.append(Span(actor, DOES, f"refit {body.epoch}", begin, at, args))
+        self.add(Span(actor, DOES, f"refit {body.epoch}", begin, at, args))
         phases = self._epoch["phases"]
         ends = [start for _, start in phases[1:]] + [at]
         for (name, start), end in zip(phases, ends, strict=True):
-            self.spans.append(Span(actor, DOES, name, start, end, {"epoch": body.epoch}))
+            self.add(Span(actor, DOES, name, start, end, {"epoch": body.epoch}))
         self._epoch = {}
+
+
+class Tracer(Spans):
+    """Keeps every event too, for the marks of a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[tuple[str, float, Envelope[Any]]] = []
+
+    def apply(self, envelope: Envelope[Any]) -> float:
+        at = super().apply(envelope)
+        self.events.append((envelope.actor, at, envelope))
+        return at
 
     def finish(self) -> list[dict[str, Any]]:
         """The trace events; what is still open ends with the log."""
-        for actor, on in list(self._waits):
-            self._wait_ends(actor, on, self._last, over=False)
-        self._end_refit(self._last, "open")
+        self.close()
         actors = {actor for actor, _, _ in self.events} | {span.actor for span in self.spans}
         pids = {actor: pid for pid, actor in enumerate(sorted(actors, key=_order), 1)}
         return [

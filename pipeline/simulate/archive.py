@@ -11,6 +11,9 @@ from pipeline import rundir
 from pipeline.rundir import RunDir
 from pipeline.simulate.world import World
 
+FRAME = 8192
+"""Events of one frame: who reads the log need not hold all of it."""
+
 
 def write(world: World, config: RunConfig, out: Path) -> RunDir:
     """Log, journals and configuration of `world` in `out`. Raises `PipelineError` if `out` holds something else."""
@@ -20,6 +23,8 @@ def write(world: World, config: RunConfig, out: Path) -> RunDir:
     try:
         for entry in world.store.log:
             events.append(entry.stream, entry.entry, entry.data)
+            if events.waiting() == FRAME:
+                events.flush(world.now())
         for actor, records in world.store.journals.items():
             for number, record in enumerate(records, 1):
                 journals.append(f"journal:{actor}", f"{number}-0", record)

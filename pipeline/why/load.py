@@ -99,9 +99,9 @@ def gather(run: RunDir, config: RunConfig, until: Moment | None = None, *, look:
     evidence = Evidence()
     if live:
         evidence = asyncio.run(_ask_store(run, config, follower, look=look))
-        evidence = msgspec.structs.replace(evidence, alive=_alive(follower.pids))
+        evidence = msgspec.structs.replace(evidence, alive=alive(follower.pids))
     elif look and until is None:
-        evidence = _look_into(run, config)
+        evidence = look_into(run, config)
     if follower.before_stop is not None and follower.before_stop[1] not in NORMAL:
         model, reason, at = follower.before_stop
         return Case(model, config, at, Evidence(), stopped=reason)
@@ -122,18 +122,18 @@ def explain(
     found = diagnose(case.model, config, case.now, case.evidence, floor_s)
     if not found.stuck or until is not None or case.stopped:
         return case, found
-    seen = asyncio.run(_look_live(run, config)) if case.live else _look_into(run, config)
+    seen = asyncio.run(look_live(run, config)) if case.live else look_into(run, config)
     evidence = msgspec.structs.replace(case.evidence, states=seen.states, heard=seen.heard)
     case = msgspec.structs.replace(case, evidence=evidence)
     return case, diagnose(case.model, config, case.now, evidence, floor_s)
 
 
-async def _look_live(run: RunDir, config: RunConfig) -> Evidence:
+async def look_live(run: RunDir, config: RunConfig) -> Evidence:
     """The states of a live run's actors; nothing if the store does not answer."""
     from pipeline.bus import Bus, BusError
 
     try:
-        bus = await Bus.connect(_url(run), run.info().run, actor="why", connect_s=CONNECT_S, outage_s=CONNECT_S)
+        bus = await Bus.connect(url_of(run), run.info().run, actor="why", connect_s=CONNECT_S, outage_s=CONNECT_S)
     except BusError:
         return Evidence()
     try:
@@ -144,7 +144,7 @@ async def _look_live(run: RunDir, config: RunConfig) -> Evidence:
         await bus.close()
 
 
-def _url(run: RunDir) -> str:
+def url_of(run: RunDir) -> str:
     return os.environ.get("REDIS_URL") or run.info().redis_url or ""
 
 
@@ -156,7 +156,7 @@ def _end(run: RunDir, follower: Follower, until: Moment | None) -> float:
     return max([last, *(segment.closed_at for segment in archive.read_index(run.events).segments[-1:])])
 
 
-def _look_into(run: RunDir, config: RunConfig) -> Evidence:
+def look_into(run: RunDir, config: RunConfig) -> Evidence:
     """The states of an archived run's actors; nothing if its journals can't be folded by this version."""
     cores = {n: core_of(config, n) for n in registry.names(config) if registry.kind_of(n) in LOOKED_INTO}
     try:
@@ -168,7 +168,7 @@ def _look_into(run: RunDir, config: RunConfig) -> Evidence:
     )
 
 
-def _alive(pids: dict[str, tuple[str, int]]) -> dict[str, bool]:
+def alive(pids: dict[str, tuple[str, int]]) -> dict[str, bool]:
     """Whether the newest process of each actor of this host exists."""
     here = socket.gethostname()
     return {name: os.path.exists(f"/proc/{pid}") for name, (host, pid) in pids.items() if host == here and pid}
@@ -179,7 +179,7 @@ async def _ask_store(run: RunDir, config: RunConfig, follower: Follower, *, look
     from pipeline.bus import Bus, BusError
 
     try:
-        bus = await Bus.connect(_url(run), run.info().run, actor="why", connect_s=CONNECT_S, outage_s=CONNECT_S)
+        bus = await Bus.connect(url_of(run), run.info().run, actor="why", connect_s=CONNECT_S, outage_s=CONNECT_S)
     except BusError as error:
         return Evidence(store=StoreFacts(error=str(error)))
     try:
@@ -189,7 +189,7 @@ async def _ask_store(run: RunDir, config: RunConfig, follower: Follower, *, look
             for entry in found:
                 follower.take(entry.stream, entry.entry, decode(entry.stream, entry.data))
         seen = await states(bus, config) if look else {}
-        return Evidence(states=seen, store=await _facts(bus))
+        return Evidence(states=seen, store=await store_facts(bus))
     except BusError as error:
         return Evidence(store=StoreFacts(error=str(error)))
     finally:
@@ -212,7 +212,7 @@ async def states(bus: Any, config: RunConfig) -> dict[str, Any]:
     return found
 
 
-async def _facts(bus: Any) -> StoreFacts:
+async def store_facts(bus: Any) -> StoreFacts:
     used, limit = await bus.memory()
     depths = await bus.depths([*WORK_STREAMS, *(f"dead:{stream}" for stream in WORK_STREAMS)], group="readers")
     return StoreFacts(

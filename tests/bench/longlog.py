@@ -73,5 +73,7 @@ def write(folder: Path, events: int, steps: int = 60) -> Path:
     for place, entry in enumerate(repeated(log, max(1, round(events / len(log))))):
         if place >= len(log):
             writer.append(entry.stream, entry.entry, entry.data)
+            if writer.waiting() == archive.FRAME:
+                writer.flush(world.now())
     writer.close(world.now())
     return folder

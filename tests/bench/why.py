@@ -40,7 +40,7 @@ def main(events: int) -> None:
         timed("diagnose", lambda: diagnose(case.model, config, case.now, case.evidence))
         print(f"{count} events; {found.headline}")
         steps = sum(map(len, journals.grouped(run).values()))
-        timed("look into stuck actors", lambda: load._look_into(run, config))
+        timed("look into stuck actors", lambda: load.look_into(run, config))
         print(f"  {steps} journalled steps in the archive, those of gateways, collectors and engines are folded")
 
 

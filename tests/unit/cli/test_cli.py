@@ -44,7 +44,7 @@ def process(words: Sequence[str], cwd: Path, **env: str) -> subprocess.Completed
 
 
 def test_help_is_quick_and_loads_nothing_heavy(tmp_path: Path) -> None:
-    heavy = {"torch", "ray", "redis", "transformers", "plotly", "omegaconf", "structlog", "rich", "aiohttp", "numpy"}
+    heavy = {"torch", "ray", "redis", "transformers", "omegaconf", "structlog", "rich", "aiohttp", "numpy"}
     program = (
         "import sys; from pipeline.cli import main\n"
         "try: main(['--help'])\n"

@@ -1,22 +1,23 @@
-"""The report: every chart shows what the events say, and the file needs no network."""
+"""The report: the page with its data in it, which needs no network and lets nothing else in."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import json
 import re
 from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from story import Story, failed, stepped, trained
 
 from config import loading
-from config.schema import RunConfig
 from contracts import events
+from contracts.core import Entry
+from contracts.envelope import encode
 from pipeline import report, rundir
-from pipeline.charts import POINTS, Chart, charts, moving_mean, thin
-from pipeline.view import View
+from pipeline.ui._data import RunData
 
 CONFIG = loading.load("quickstart", ["target_reward=0.9", "buffer.max_staleness=0"])
 
@@ -35,124 +36,118 @@ def story() -> Story:
     return found
 
 
-def view() -> View:
-    return View().apply_all(story().log)
+def folded(told: Story) -> RunData:
+    data = RunData(rundir.describe("demo", CONFIG, "digest"), CONFIG)
+    for place, envelope in enumerate(told.log, 1):
+        data.apply(Entry(envelope.stream, f"{place}-0", encode(envelope)), envelope)
+    return data
 
 
-def drawn(config: RunConfig = CONFIG) -> dict[str, Chart]:
-    return {chart.name: chart for chart in charts(config, view())}
-
-
-def trace(chart: Chart, name: str) -> dict[str, Any]:
-    return next(trace for trace in chart.data if trace.get("name") == name)
-
-
+@pytest.fixture(scope="module")
 def page() -> str:
-    info = rundir.describe("demo", CONFIG, "digest")
-    return report.render(info, CONFIG, view())
+    return report.render(folded(story()))
 
 
-def test_reward_is_drawn_for_training_and_held_out_tasks_with_the_target() -> None:
-    chart = drawn()["reward"]
-    assert trace(chart, "train")["y"] == [(n / 12 + 0.5) / 2 for n in range(1, 13)]
-    assert (trace(chart, "held out")["x"], trace(chart, "held out")["y"]) == ([3, 6], [0.25, 0.5])
-    assert chart.layout["shapes"][0]["y0"] == 0.9
-    assert "shapes" not in drawn(RunConfig())["reward"].layout
+def held(page: str) -> Any:
+    (text,) = re.findall(r'<script id="embedded" type="application/json">(.*?)</script>', page, re.DOTALL)
+    return json.loads(text)
 
 
-def test_staleness_counts_every_sample_and_marks_what_is_over_the_bound() -> None:
-    (bars,) = drawn()["staleness"].data
-    assert (bars["x"], bars["y"]) == ([0, 1], [12, 12])
-    assert bars["marker"]["color"][0] != bars["marker"]["color"][1]
+def charts(page: str) -> dict[str, Any]:
+    return {chart["name"]: chart for chart in held(page)["plots"]}
 
 
-def test_each_refit_is_a_bar_of_its_parts_and_mishaps_are_marked() -> None:
-    chart = drawn()["refits"]
-    assert len(trace(chart, "drain")["x"]) == 13
-    heights = [trace(chart, part)["y"][0] for part in ("drain", "transfer", "load, verify, commit")]
+def series(chart: Any, label: str) -> list[Any]:
+    return next(each["y"] for each in chart["series"] if each["label"] == label)
+
+
+def test_reward_is_drawn_for_training_and_held_out_tasks_with_the_target(page: str) -> None:
+    chart = charts(page)["reward"]
+    assert series(chart, "train")[:12] == [(n / 12 + 0.5) / 2 for n in range(1, 13)]
+    assert [(x, y) for x, y in zip(chart["x"], series(chart, "held out"), strict=True) if y] == [(3, 0.25), (6, 0.5)]
+    assert chart["target"] == 0.9
+
+
+def test_staleness_counts_every_sample_and_marks_what_is_over_the_bound(page: str) -> None:
+    chart = charts(page)["lags"]
+    assert (chart["ticks"], series(chart, "samples"), series(chart, "over the bound")) == (
+        ["0", "1"],
+        [12, None],
+        [None, 12],
+    )
+
+
+def test_each_refit_is_a_bar_of_its_parts(page: str) -> None:
+    chart = charts(page)["pauses"]
+    assert len(chart["x"]) == 13
+    heights = [series(chart, part)[0] for part in ("drain", "transfer", "load, verify, commit")]
     assert heights == pytest.approx([0.2, 0.1, 0.2])
-    assert trace(chart, "failed epoch")["text"] == ["epoch 20  transfer: deadline"]
-    assert len(trace(chart, "quarantine")["x"]) == 1
 
 
-def test_mismatch_throughput_waits_and_policy_metrics_are_drawn() -> None:
-    found = drawn()
-    assert trace(found["mismatch"], "tokens of older versions")["y"] == [1.02] * 12
-    assert trace(found["throughput"], "generated")["y"][0] == pytest.approx(10 / 6)
-    assert found["waits"].data[0]["y"] == ["trainer for buffer"]
-    assert found["waits"].data[0]["x"] == [2.5]
-    assert found["policy-loss"].data[0]["y"] == [0.1] * 12
+def test_mismatch_throughput_waits_and_policy_metrics_are_drawn(page: str) -> None:
+    found = charts(page)
+    assert series(found["mismatch"], "tokens of older versions")[:12] == [1.02] * 12
+    assert series(found["throughput"], "generated")[1] == pytest.approx(10 / 6)
+    assert (found["waits"]["ticks"], series(found["waits"], "waited")) == (["trainer for buffer"], [2.5])
+    assert series(found["policy-loss"], "loss")[:12] == [0.1] * 12
     assert "policy-kl_reference" not in found
 
 
-def test_a_run_of_one_step_draws_only_what_it_has() -> None:
-    one = Story()
-    one.add(stepped(1))
-    assert charts(CONFIG, View().apply_all(one.log)) == []
-
-
-def test_the_page_needs_no_network() -> None:
-    """Outside of the inlined library, which asks for nothing unless a map is drawn, no address occurs."""
-    own = page().replace(report.plotly(), "")
-    assert len(own) < 200_000
-    assert re.findall(r"(?:https?:)?//[\w.]", own.replace("//# ", "")) == []
-    assert "src=" not in own
+def test_the_page_needs_no_network(page: str) -> None:
+    assert len(page) < 400_000
+    own = page.replace((report.STATIC / "vendor" / "uPlot.iife.min.js").read_text(), "")
+    assert re.findall(r"https?://", own) == []
+    assert "src=" not in re.sub(r"<script>.*", "", own, flags=re.DOTALL)
     assert "<link" not in own
     assert "@import" not in own
+    assert not re.search(r"^(import|export) ", report.bundle(), re.MULTILINE)
 
 
-def test_text_of_events_can_not_become_markup() -> None:
-    own = page().replace(report.plotly(), "")
-    assert "<b>differs" not in own
-    assert "alert(1)</script>" not in own
-    assert own.count("</script>") == 2
+def test_nothing_runs_but_what_the_policy_names(page: str) -> None:
+    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)
+    assert "unsafe" not in policy
+    inline = re.findall(r'<script(?: type="module")?>(.*?)</script>', page, re.DOTALL)
+    inline += re.findall(r"<style>(.*?)</style>", page, re.DOTALL)
+    assert len(inline) == 3
+    for text in inline:
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"'sha256-{digest}'" in policy
 
 
-def test_every_chart_has_its_place_and_its_call() -> None:
-    own = page().replace(report.plotly(), "")
-    places = re.findall(r"<div id=(chart-[\w-]+)>", own)
-    calls = re.findall(r'draw\(\.\.\.\["(chart-[\w-]+)"', own)
-    assert sorted(places) == sorted(calls)
-    assert len(calls) == len(drawn())
+def test_text_of_events_can_not_become_markup(page: str) -> None:
+    assert "<b>differs" not in page
+    assert page.count("</script>") == 3
+    assert any("alert(1)</script>" in what for _, _, what in held(page)["status"]["mishaps"]), "it is told as text"
 
 
-def test_the_page_tells_the_facts() -> None:
-    own = page()
-    for fact in (
-        "0.292 to 0.750",
-        "0.500",
-        "1 groups dropped: stale",
-        "1 failed: timeout",
-        "epoch 20",
-        "collector-0",
-        "sluice-rl",
-        "target_reward: 0.9",
-    ):
-        assert fact in own, fact
+def test_the_page_tells_the_facts(page: str) -> None:
+    found = held(page)
+    figures = dict(found["status"]["figures"])
+    assert (figures["reward"], figures["held out"]) == ("0.292 to 0.750", "0.500")
+    told = json.dumps(found["status"]["mishaps"])
+    for fact in ("1 groups dropped: stale", "1 failed: timeout", "epoch 20", "collector-0"):
+        assert fact in told, fact
+    assert "sluice-rl" in dict(found["record"]["facts"])
+    assert "target_reward: 0.9" in found["record"]["config"]
+    assert len(found["events"]) == len(story().log)
+    assert found["details"][str(found["events"][-1]["row"])]["kind"] == "step.finished"
+
+
+def test_a_long_log_is_cut_to_what_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report, "EVENTS", 20)
+    monkeypatch.setattr(report, "DETAILS", 5)
+    found = report.embedded(folded(story()))
+    assert len(found["events"]) <= 20
+    assert not {event["kind"] for event in found["events"]} & set(report.COMMON)
+    assert len(found["details"]) == 5
+    assert found["record"]["left_out"] == len(story().log) - len(found["events"])
 
 
 def test_data_that_is_no_number_is_still_json() -> None:
     odd = Story()
     odd.add(stepped(1, loss=float("nan")))
     odd.add(stepped(2, loss=float("inf")))
-    text = report.plots(charts(CONFIG, View().apply_all(odd.log)))
-    payload = re.findall(r"draw\(\.\.\.(.*)\);", text)
-    assert [msgspec.json.decode(p)[1][0]["y"] for p in payload if "policy-loss" in p] == [[None, None]]
-
-
-@given(st.lists(st.integers(), max_size=60), st.integers(1, 20))
-def test_thinning_keeps_order_and_the_last(items: list[int], points: int) -> None:
-    kept = thin(items, points)
-    assert len(kept) <= points + 1
-    assert kept[-1:] == items[-1:]
-    left = iter(items)
-    assert all(item in left for item in kept)
-    assert thin(list(range(POINTS))) == list(range(POINTS))
-
-
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=50))
-def test_the_moving_mean_stays_within_the_values(values: list[float]) -> None:
-    means = moving_mean(values, 5)
-    assert len(means) == len(values)
-    assert means[0] == values[0]
-    assert all(min(values) - 1e-9 <= mean <= max(values) + 1e-9 for mean in means)
+    odd.add(stepped(3, loss=0.5))
+    encoded = msgspec.json.decode(msgspec.json.encode(folded(odd).charts()))
+    (loss,) = [chart for chart in encoded if chart["name"] == "policy-loss"]
+    assert loss["series"][0]["y"] == [None, None, 0.5]

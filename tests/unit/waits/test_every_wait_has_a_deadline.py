@@ -102,9 +102,15 @@ ALLOWED = (
     Allowed(r"pipeline/eventlog.py:_iterate.take", r"anext\(source, None\)", "who follows a log waits for it"),
     Allowed(r"pipeline/top/feed.py:Feed._follow", r"pages", "who watches a run waits for it"),
     Allowed(r"pipeline/runtime/loop.py:Runtime._work", r"self._wants.wait\(\)", RUN),
+    Allowed(r"pipeline/ui/_server.py:_guard.guard", r"handler\(request\)", OURS),
+    Allowed(r"pipeline/ui/(_server|command).py:(run.)?serve", r"(asyncio.Event\(\).wait\(\)|task)", "until Ctrl-C"),
     Allowed(r"actors/.*:.*", r"request.read\(\)", CALLER),
     Allowed(r"actors/.*:.*", r"response.(prepare|write|write_eof)\(.*", CALLER),
-    Allowed(r"actors/.*:.*", r"(self._)?runner.(setup|cleanup)\(\)", "local; shutdown_timeout=1.0 for its handlers"),
+    Allowed(
+        r"(actors|pipeline/ui)/.*:.*",
+        r"(self._)?runner.(setup|cleanup)\(\)",
+        "local; shutdown_timeout=1.0 for its handlers",
+    ),
 )
 
 

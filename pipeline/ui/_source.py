@@ -1,0 +1,224 @@
+"""Where the page's events come from: the archive, then the store of a live run, then the archive when it is resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, Literal
+
+import msgspec
+
+from actors.recorder import archive
+from actors.recorder.ordering import START, advance, number, settled
+from config.schema import RunConfig
+from contracts.core import Entry
+from contracts.envelope import STREAMS, ContractError, decode
+from pipeline.rundir import RunDir
+from pipeline.ui._data import RunData, Shown, told
+from pipeline.why import load
+from pipeline.why.result import Evidence, StoreFacts
+
+PAGE = 2000
+BLOCK_MS = 1000
+BATCH = 250
+"""Events folded before others get their turn."""
+CONNECT_S = 2.0
+LOOK_S = 2.0
+"""Time between two looks into the store and the actors of a live run."""
+IDLE_S = 2.0
+"""Time between two looks whether an archive has grown."""
+
+State = Literal["loading", "live", "lost", "archived"]
+"""live: followed in its store; lost: live, but its store does not answer; archived: nobody writes it."""
+
+
+class Source:
+    """Keeps `data` up with the run. `version` rises whenever there is something new to show."""
+
+    def __init__(self, run: RunDir, config: RunConfig, clock: Callable[[], float]) -> None:
+        self.run = run
+        self.config = config
+        self.data = RunData(run.info(), config)
+        self.state: State = "loading"
+        self.version = 0
+        self.problem = ""
+        """Why the log can't be read on, empty if it can."""
+        self.total = 0
+        """Events in the closed segments of the archive, for the progress of loading."""
+        self._clock = clock
+        self._evidence = Evidence()
+        self._last = 0
+        self._bus: Any = None
+        self._told: tuple[Any, dict[str, Any]] = (None, {})
+        self._changed = asyncio.Condition()
+
+    async def follow(self) -> None:
+        """Read the run until cancelled; whatever can't be read is said in `problem`."""
+        while True:
+            try:
+                await self._archive()
+                if self.data.model.finished is None and archive.has_writer(self.run.events):
+                    await self._live()
+                else:
+                    await self._rest()
+            except (archive.ArchiveError, OSError) as error:
+                self.problem = str(error)
+                await self._tell("archived")
+                await asyncio.sleep(IDLE_S)
+
+    async def change(self, version: int, timeout_s: float) -> None:
+        """Wait until `version` is passed, for `timeout_s` at most."""
+        async with self._changed:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait_for(lambda: self.version != version)
+            except TimeoutError:
+                return
+
+    async def _tell(self, state: State | None = None) -> None:
+        async with self._changed:
+            self.state = state or self.state
+            self.version += 1
+            self._changed.notify_all()
+
+    # --- reading ---
+
+    async def _archive(self) -> None:
+        """What the archive holds behind what is known."""
+        self.problem = ""
+        self.total = sum(segment.records for segment in archive.read_index(self.run.events).segments)
+        if not self._last:
+            await self._tell("loading")
+        with _uncollected() if self.state == "loading" else nullcontext():
+            await self._take(archive.read(self.run.events, behind=dict.fromkeys(STREAMS, self._last)))
+        await self._tell()
+
+    async def _take(self, entries: Iterable[Entry]) -> None:
+        """Fold what is new."""
+        for count, entry in enumerate(entries, 1):
+            if count % BATCH == 0:
+                await self._tell()
+                await asyncio.sleep(0)
+            if (position := number(entry.entry)) <= self._last:
+                continue
+            self._last = position
+            try:
+                envelope = decode(entry.stream, entry.data)
+            except ContractError:
+                self.data.unreadable += 1
+                continue
+            self.data.apply(entry, envelope)
+
+    async def _rest(self) -> None:
+        """Wait until somebody goes on with an archived run."""
+        await self._tell("archived")
+        seen = self._signature()
+        while self._signature() == seen:  # noqa: ASYNC110, the recorder is another process and can't set an event
+            await asyncio.sleep(IDLE_S)
+
+    def _signature(self) -> list[tuple[str, int]]:
+        return sorted((path.name, path.stat().st_size) for path in self.run.events.glob("*.zst"))
+
+    async def _live(self) -> None:
+        """Follow the store until the run has finished or nobody writes its archive any more."""
+        from pipeline.bus import Bus, BusError
+
+        while self.data.model.finished is None:
+            try:
+                url, name = load.url_of(self.run), self.run.info().run
+                self._bus = await Bus.connect(url, name, actor="ui", connect_s=CONNECT_S, outage_s=CONNECT_S)
+                try:
+                    await self._stream()
+                finally:
+                    bus, self._bus = self._bus, None
+                    await bus.close()
+            except BusError as error:
+                self._evidence = Evidence(store=StoreFacts(error=str(error)))
+                await self._archive()
+                await self._tell("lost")
+                if not archive.has_writer(self.run.events):
+                    self._evidence = Evidence()
+                    return
+                await asyncio.sleep(IDLE_S)
+
+    async def _stream(self) -> None:
+        cursors = dict.fromkeys(STREAMS, f"{self._last}-0" if self._last else START)
+        looked = 0.0
+        while self.data.model.finished is None:
+            if self._clock() - looked >= LOOK_S:
+                looked = self._clock()
+                await self._look()
+            found = settled(await self._bus.read_after(cursors, count=PAGE, block_ms=BLOCK_MS), PAGE)
+            cursors = advance(cursors, found)
+            if found and number(found[0].entry) > self._last + 1:
+                await self._archive()
+            await self._take(found)
+            await self._tell("live")
+
+    async def _look(self) -> None:
+        """What is known beside the events: of the store, the processes and what the actors have in hand."""
+        store = await load.store_facts(self._bus)
+        states = await load.states(self._bus, self.config)
+        self._evidence = Evidence(states=states, store=store, alive=load.alive(self.data.follower.pids))
+
+    # --- what is known ---
+
+    @property
+    def live(self) -> bool:
+        return self.state in ("live", "lost")
+
+    @property
+    def evidence(self) -> Evidence:
+        return self._evidence
+
+    def now(self) -> float:
+        """The moment that is judged: the present of a live run, else the last that its archive tells of."""
+        if self.live or (self.state == "loading" and not self.data.model.events):
+            return self._clock()
+        last = self.data.model.last_at
+        if self.data.model.finished is not None or self.state == "loading":
+            return last
+        return max([last, *(segment.closed_at for segment in archive.read_index(self.run.events).segments[-1:])])
+
+    async def why(self) -> dict[str, Any]:
+        """The diagnosis of this moment."""
+        key = (self.version, round(self._clock())) if self.live else self.version
+        if self._told[0] != key:
+            self._told = (key, told(await self._judge()))
+        return self._told[1]
+
+    async def _judge(self) -> Shown:
+        now = self.now()
+        shown = self.data.diagnose(now, self._evidence, live=self.live)
+        if not shown.diagnosis.stuck or self.live or shown.stopped or self.state == "loading":
+            return shown
+        seen = await asyncio.to_thread(load.look_into, self.run, self.config)
+        self._evidence = msgspec.structs.replace(self._evidence, states=seen.states, heard=seen.heard)
+        return self.data.diagnose(now, self._evidence, live=False)
+
+    async def payload(self, key: str) -> bytes | None:
+        """A payload that is still in the store of a live run."""
+        from pipeline.bus import BusError
+
+        if self._bus is None:
+            return None
+        try:
+            return (await self._bus.payloads([key]))[0]
+        except BusError:
+            return None
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Nothing that a log is folded into goes in circles: looking for such again and again takes as long as folding."""
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.freeze()
