@@ -269,6 +269,23 @@ def top(run: str | None) -> None:
 
 @main.command()
 @click.argument("run", required=False)
+@click.option("--prometheus", metavar="[HOST:]PORT", help="Serve /metrics there; without HOST at 127.0.0.1.")
+@click.option("--otlp", metavar="URL", help="Base URL of an OpenTelemetry collector (OTLP over HTTP).")
+@click.option("--wandb", metavar="PROJECT", help="Log each step to a Weights & Biases project.")
+def export(run: str | None, prometheus: str | None, otlp: str | None, wandb: str | None) -> None:
+    """Export a run's figures, live or from its archive, until the run has finished."""
+    from pipeline.export import command
+    from pipeline.launcher import config_of
+    from pipeline.rundir import RunDir
+
+    directory = RunDir.find(run)
+    targets = command.Targets(prometheus=prometheus, otlp=otlp, wandb=wandb)
+    count = command.run(directory, config_of(directory), targets, click.echo)
+    click.echo(f"{count:,} events read")
+
+
+@main.command()
+@click.argument("run", required=False)
 @click.option("-o", "out", type=click.Path(path_type=Path), help="The file; default RUN.tar.gz here.")
 @click.option("--payloads", is_flag=True, help="Take prompts and trajectories along.")
 @click.option("--stacks/--no-stacks", default=True, show_default=True, help="Stacks of live actors, by py-spy.")

@@ -14,7 +14,7 @@ import msgspec
 from actors.recorder import archive
 from actors.recorder.ordering import START, advance, number, settled
 from contracts.core import Entry
-from contracts.envelope import STREAMS, Envelope, decode
+from contracts.envelope import STREAMS, ContractError, Envelope, decode
 from contracts.events import Event, RunFinished, TaskIssued
 from pipeline.errors import Exit, PipelineError
 from pipeline.rundir import RunDir
@@ -97,6 +97,29 @@ def archived(run: RunDir) -> Iterator[tuple[Entry, Envelope[Event]]]:
             yield entry, decode(entry.stream, entry.data)
     except archive.ArchiveError as error:
         raise PipelineError(str(error), Exit.FAILED) from error
+    except ContractError as error:
+        message = f"{run.events}: {error}; this log was written by another release"
+        raise PipelineError(message, Exit.FAILED) from error
+
+
+def follow(run: RunDir) -> Iterator[tuple[Entry, Envelope[Event]]]:
+    """Every event: the archived ones, then, while somebody writes the log, what is new until the run has finished.
+
+    Raises `PipelineError` if the archive is damaged, or the store of a live run is not to be reached.
+    """
+    last: dict[str, str] = {}
+    complete = False
+    for entry, envelope in archived(run):
+        last[entry.stream] = entry.entry
+        complete = isinstance(envelope.body, RunFinished)
+        yield entry, envelope
+    if complete or not archive.has_writer(run.events):
+        return
+    for entry in _iterate(_live(run, last)):
+        envelope = decode(entry.stream, entry.data)
+        yield entry, envelope
+        if isinstance(envelope.body, RunFinished):
+            return
 
 
 def numbered(run: RunDir) -> Iterator[tuple[int, Envelope[Event]]]:

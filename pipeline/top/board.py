@@ -6,6 +6,7 @@ import copy
 from collections import Counter, deque
 from collections.abc import Iterable
 
+from actors.recorder.metrics import Row
 from actors.recorder.ordering import number
 from contracts.core import Entry
 from contracts.envelope import Envelope
@@ -43,12 +44,13 @@ class Board:
         """Time of the last event."""
         return self.model.last_at
 
-    def take(self, item: Item) -> None:
+    def take(self, item: Item) -> Row | None:
+        """Consume the next event; answers the row of a step that it finished."""
         entry, envelope = item
         self.model.apply(envelope, number(entry.entry))
-        self.view.apply(envelope)
         self.recent.append(item)
         self.streams[entry.stream] += 1
+        return self.view.apply(envelope)
 
     def copy(self) -> Board:
         """A board that goes on by itself. Events and finished rows are never changed, so both may hold them."""

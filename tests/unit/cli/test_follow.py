@@ -8,14 +8,17 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from story import Story, trained
 
+from actors.recorder.archive import Writer
 from config.schema import BrokerConfig
 from contracts import events
 from contracts.envelope import encode
 from pipeline import broker
 from pipeline.bus import Bus
+from pipeline.errors import PipelineError
 from pipeline.eventlog import Filter, lines
 from pipeline.launcher import _shareable
 from pipeline.rundir import RunDir
@@ -76,3 +79,12 @@ def test_a_password_is_not_written_into_the_run_directory() -> None:
     assert _shareable("unix:///tmp/x.sock") == "unix:///tmp/x.sock"
     assert _shareable("redis://host:6379/0") == "redis://host:6379/0"
     assert _shareable("redis://user:secret@host:6379/0") is None
+
+
+def test_a_log_of_another_release_is_named(make_run: Callable[..., RunDir]) -> None:
+    run = make_run(trained(1))
+    writer = Writer(run.events, 0.0)
+    writer.append("control", "9999-0", msgspec.msgpack.encode({"body": {"kind": "wait.vanished"}}))
+    writer.close(0.0)
+    with pytest.raises(PipelineError, match="this log was written by another release"):
+        list(lines(run, Filter(), follow=False))

@@ -1,0 +1,113 @@
+"""Reads a run's log from its beginning, follows it while it is live, and hands every event to the sinks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from threading import Lock
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+
+from actors.recorder.metrics import Row
+from config.schema import RunConfig
+from contracts.envelope import Envelope
+from contracts.events import Event
+from pipeline import eventlog
+from pipeline.errors import Exit, PipelineError
+from pipeline.rundir import RunDir
+from pipeline.top.board import Board
+
+
+class Sink(Protocol):
+    """Takes every event of the log once; `row` is that of a step which the event finished."""
+
+    def take(self, envelope: Envelope[Event], row: Row | None) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Targets(msgspec.Struct, frozen=True):
+    """Where to export to. `prometheus`: `PORT` or `HOST:PORT`; `otlp`: base URL; `wandb`: a project."""
+
+    prometheus: str | None = None
+    otlp: str | None = None
+    wandb: str | None = None
+
+
+def run(directory: RunDir, config: RunConfig, targets: Targets, say: Callable[[str], None]) -> int:
+    """Export until the run has finished, or its archive ends; answers how many events were read.
+
+    Raises `PipelineError` for a target that is malformed, can't be served, or lacks its package.
+    """
+    board, lock = Board(), Lock()
+    with ExitStack() as opened:
+        sinks = _open(directory.info().run, config, targets, board, lock, say)
+        for sink in sinks:
+            opened.callback(sink.close)
+        for item in eventlog.follow(directory):
+            with lock:
+                row = board.take(item)
+            for sink in sinks:
+                sink.take(item[1], row)
+    return board.model.events
+
+
+def _open(
+    run: str, config: RunConfig, targets: Targets, board: Board, lock: Lock, say: Callable[[str], None]
+) -> Sequence[Sink]:
+    sinks: list[Sink] = []
+    try:
+        if targets.prometheus is not None:
+            host, port = address(targets.prometheus)
+            from pipeline.export.prometheus import Prometheus
+
+            served = Prometheus(run, board, lock, host, port)
+            say(f"prometheus: {served.url}")
+            sinks.append(served)
+        if targets.otlp is not None:
+            base = endpoint(targets.otlp)
+            from pipeline.export.telemetry import over_http
+
+            say(f"otlp: {base}/v1/metrics and {base}/v1/traces")
+            sinks.append(over_http(run, board, lock, base))
+        if targets.wandb is not None:
+            from pipeline.export.tracking import WandB
+
+            tracked = WandB(run, targets.wandb, msgspec.to_builtins(config))
+            say(f"wandb: {tracked.url}")
+            sinks.append(tracked)
+    except ModuleNotFoundError as error:
+        _close(sinks)
+        raise PipelineError(
+            f"the package {error.name!r} is not installed: pip install 'sluice-rl[export]' (wandb: pip install wandb)",
+            Exit.USAGE,
+        ) from error
+    except PipelineError:
+        _close(sinks)
+        raise
+    if not sinks:
+        raise PipelineError("nowhere to export to: give --prometheus, --otlp or --wandb", Exit.USAGE)
+    return sinks
+
+
+def _close(sinks: Sequence[Any]) -> None:
+    for sink in sinks:
+        sink.close()
+
+
+def address(text: str) -> tuple[str, int]:
+    """`PORT` at loopback, or `HOST:PORT`. Raises `PipelineError`."""
+    host, _, port = text.rpartition(":")
+    if not port.isdigit() or not 0 <= int(port) < 65536:
+        raise PipelineError(f"--prometheus {text!r}: write PORT or HOST:PORT, PORT from 0 to 65535", Exit.USAGE)
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def endpoint(text: str) -> str:
+    """The base URL of a collector, without a slash at its end. Raises `PipelineError`."""
+    parts = urlsplit(text)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise PipelineError(f"--otlp {text!r}: write a base URL such as http://127.0.0.1:4318", Exit.USAGE)
+    return text.rstrip("/")
