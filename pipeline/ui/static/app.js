@@ -45,7 +45,7 @@ class App {
     addEventListener("hashchange", () => this.route());
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
       this.charts.restyle();
-      this.timeline.draw();
+      this.timeline.restyle();
     });
     this.route();
     listen((status) => this.told(status), () => this.lost());

@@ -11,6 +11,7 @@ const GAP = 9;
 const DEEPEST = 4;
 const LEAST_S = 0.0005;
 const MARGIN = 0.5;
+const LETTER = 5.6;
 const COLOURS = {
   drain: "orange", hold: "sand", transfer: "blue", verify: "violet", quarantined: "rose", failed: "red", step: "green",
   checkpoint: "teal", send: "blue", server: "grey", gate: "orange", wait: "wait", rollout: "sky",
@@ -187,6 +188,11 @@ export class Timeline {
     const marked = this.data.marks ? new Set(this.data.marks.map((mark) => mark[2])) : new Set(Object.keys(this.data.density));
     const names = (this.data.actors || []).filter((name) => actors.has(name) || marked.has(name));
     for (const name of [...actors.keys(), ...marked]) if (!names.includes(name)) names.push(name);
+    this.marked = new Map();
+    for (const mark of this.data.marks || []) {
+      if (!this.marked.has(mark[2])) this.marked.set(mark[2], []);
+      this.marked.get(mark[2]).push(mark);
+    }
     this.rows = [];
     this.marksAt = new Map();
     let y = RULER;
@@ -195,12 +201,14 @@ export class Timeline {
       const order = Object.keys(HEIGHTS);
       const lanes = (actors.get(name) || []).sort((a, b) => order.indexOf(a.track) - order.indexOf(b.track));
       for (const lane of lanes) {
-        lane.places = stacked(lane, this.data.open.filter((open) => open[0] === name && open[1] === lane.track));
+        lane.open = this.data.open.filter((open) => open[0] === name && open[1] === lane.track);
+        lane.places = stacked(lane, lane.open);
         const deep = Math.max(1, ...lane.places.map((place) => place + 1));
         const tall = HEIGHTS[lane.track] * (lane.levels ? 1 : lane.track === "rollouts" && deep > 1 ? deep * 0.4 : deep);
         lane.y = y;
         lane.tall = tall;
         lane.each = lane.levels ? tall : tall / deep;
+        if (lane.bins) lane.byKind = stackedBins(lane.bins, tall - 1);
         y += tall + 2;
       }
       this.marksAt.set(name, y);
@@ -241,8 +249,7 @@ export class Timeline {
     const c = this.canvas.getContext("2d");
     c.setTransform(ratio, 0, 0, ratio, 0, 0);
     c.clearRect(0, 0, wide, tall);
-    const ink = { text: colour("text"), muted: colour("muted"), grid: colour("grid"), mark: colour("mark"), card: colour("card") };
-    this.palette = this.data.kinds.map((kind) => colour(COLOURS[kind]));
+    const ink = this.ink || this.mix();
     this.hits = [];
     const down = this.scroller.scrollTop;
     c.save();
@@ -251,6 +258,8 @@ export class Timeline {
     c.clip();
     this.grid(c, ink, tall);
     c.translate(0, -down);
+    c.font = "10px system-ui, sans-serif";
+    c.textAlign = "left";
     for (const row of this.rows) {
       if (row.bottom < down + RULER - 4 || row.top > down + tall) continue;
       for (const lane of row.lanes) this.lane(c, lane, ink);
@@ -261,10 +270,23 @@ export class Timeline {
     this.gutter(c, ink, down, tall);
     this.ruler(c, ink, wide);
     if (this.drag && this.drag.selecting) {
-      c.fillStyle = colour("select");
+      c.fillStyle = ink.select;
       c.fillRect(Math.min(this.drag.x, this.drag.to), RULER, Math.abs(this.drag.to - this.drag.x), tall);
     }
     fill(this.range, `${offset(this.begin)} – ${offset(this.end)} (${seconds(this.end - this.begin)}), ${this.data.events.toLocaleString("en")} events`);
+  }
+
+  // Colours are looked up once for a scheme, not for each of thousands of spans.
+  mix() {
+    const names = ["text", "muted", "grid", "mark", "card", "sky", "arrow", "on-span", "select"];
+    this.ink = Object.fromEntries(names.map((name) => [name, colour(name)]));
+    this.palette = this.data.kinds.map((kind) => colour(COLOURS[kind]));
+    return this.ink;
+  }
+
+  restyle() {
+    this.ink = null;
+    this.draw();
   }
 
   ticks() {
@@ -318,12 +340,10 @@ export class Timeline {
     if (lane.levels) this.levels(c, lane);
     if (lane.bins) this.binned(c, lane);
     lane.spans.forEach((span, n) => this.span(c, lane, span, lane.y + lane.places[n] * lane.each, ink));
-    this.data.open
-      .filter((open) => open[0] === lane.actor && open[1] === lane.track)
-      .forEach((open, n) => {
-        const place = lane.places[lane.spans.length + n] || 0;
-        this.span(c, lane, [open[2], Math.max(this.length, open[2]), open[3], -1, `${open[4]} (under way)`], lane.y + place * lane.each, ink, true);
-      });
+    lane.open.forEach((open, n) => {
+      const place = lane.places[lane.spans.length + n] || 0;
+      this.span(c, lane, [open[2], Math.max(this.length, open[2]), open[3], -1, `${open[4]} (under way)`], lane.y + place * lane.each, ink, true);
+    });
   }
 
   span(c, lane, span, y, ink, open) {
@@ -338,78 +358,79 @@ export class Timeline {
     c.fillRect(left, y, width, tall);
     c.globalAlpha = 1;
     if (width > 44 && tall >= 10) {
-      c.save();
-      c.beginPath();
-      c.rect(left, y, width - 2, tall);
-      c.clip();
-      c.font = "10px system-ui, sans-serif";
-      c.textAlign = "left";
-      c.fillStyle = colour("on-span");
-      c.fillText(name, left + 4, y + tall / 2 + 3.5);
-      c.restore();
+      c.fillStyle = ink["on-span"];
+      c.fillText(name.slice(0, Math.floor((width - 6) / LETTER)), left + 4, y + tall / 2 + 3.5);
     }
-    const hit = { left, right: Math.max(right, left + 3), top: y, bottom: y + tall, row, title: `${lane.actor}: ${name}`, detail: `${seconds(end - start)} from ${offset(start)}` };
+    const hit = { left, right: Math.max(right, left + 3), top: y, bottom: y + tall, row, tell: () => [`${lane.actor}: ${name}`, `${seconds(end - start)} from ${offset(start)}`] };
     this.hits.push(hit);
     if (row >= 0 && row === this.chosen) this.frame(c, left, y, width, tall);
   }
 
   frame(c, left, top, width, tall) {
-    c.strokeStyle = colour("text");
+    c.strokeStyle = this.ink.text;
     c.lineWidth = 2;
     c.strokeRect(left - 1, top - 1, width + 2, tall + 2);
     c.lineWidth = 1;
   }
 
-  // Kinds of one bin stand on each other, as high as the share of the bin that they cover.
+  // Kinds of one bin stand on each other, as high as the share of the bin that they cover; a kind is drawn at once.
   binned(c, lane) {
-    const step = (this.data.end - this.data.begin) / this.data.bins;
-    const width = Math.max(1, (step / (this.end - this.begin)) * this.wide());
-    let [last, y] = [-1, 0];
-    for (const [bin, kind, number, share] of lane.bins) {
-      if (bin !== last) [last, y] = [bin, lane.y + lane.tall - 1];
-      const x = this.x(this.data.begin + bin * step);
-      if (x + width < GUTTER || x > GUTTER + this.wide()) continue;
-      const tall = Math.max(1.5, share * (lane.tall - 1));
-      const top = Math.max(lane.y, y - tall);
+    const [step, width] = this.binWidth();
+    for (const [kind, rects] of lane.byKind) {
       c.fillStyle = this.palette[kind];
-      c.fillRect(x, top, width + 0.3, y - top);
-      this.hits.push({ left: x, right: x + width, top, bottom: y, row: -1, title: `${lane.actor}: ${number} × ${this.data.kinds[kind]}`, detail: "zoom in to see them" });
-      y = top;
+      for (const [bin, top, tall] of rects) {
+        const x = this.x(this.data.begin + bin * step);
+        if (x + width >= GUTTER && x <= GUTTER + this.wide()) c.fillRect(x, lane.y + top, width + 0.3, tall);
+      }
     }
+    this.across(lane.y, lane.y + lane.tall, (bin) => {
+      const found = lane.bins.filter((each) => each[0] === bin);
+      if (!found.length) return null;
+      const parts = found.map(([, kind, number]) => `${number} × ${this.data.kinds[kind]}`);
+      return [`${lane.actor}: ${parts.join(", ")}`, "zoom in to see them"];
+    });
+  }
+
+  binWidth() {
+    const step = (this.data.end - this.data.begin) / this.data.bins;
+    return [step, Math.max(1, (step / (this.end - this.begin)) * this.wide())];
+  }
+
+  // One place to point at for a whole row of bins: what lies there is looked up when somebody does.
+  across(top, bottom, tell) {
+    const at = (x) => Math.floor((this.timeAt(x) - this.data.begin) / this.binWidth()[0]);
+    this.hits.push({ left: GUTTER, right: GUTTER + this.wide(), top, bottom, row: -1, tell: (x) => tell(at(x)) });
   }
 
   levels(c, lane) {
-    const step = (this.data.end - this.data.begin) / this.data.bins;
-    const width = Math.max(1, (step / (this.end - this.begin)) * this.wide());
+    const [step, width] = this.binWidth();
     const most = Math.max(...lane.levels, 1);
-    c.fillStyle = colour("sky");
+    c.fillStyle = this.ink.sky;
     lane.levels.forEach((level, bin) => {
       const x = this.x(this.data.begin + bin * step);
       if (!level || x + width < GUTTER || x > GUTTER + this.wide()) return;
       const tall = (level / most) * (lane.tall - 2);
       c.fillRect(x, lane.y + lane.tall - 2 - tall, width + 0.3, tall);
-      this.hits.push({ left: x, right: x + width, top: lane.y, bottom: lane.y + lane.tall, row: -1, title: `${lane.actor}: ${level} rollouts under way`, detail: `at most ${most} in this window` });
     });
+    this.across(lane.y, lane.y + lane.tall, (bin) => (lane.levels[bin] ? [`${lane.actor}: ${lane.levels[bin]} rollouts under way`, `at most ${most} in this window`] : null));
   }
 
   marks(c, name, ink) {
     const y = this.marksAt.get(name);
     if (this.data.marks) {
-      for (const mark of this.data.marks) {
-        if (mark[2] !== name) continue;
+      for (const mark of this.marked.get(name) || []) {
         const x = this.x(mark[1]);
         if (x < GUTTER - 3 || x > GUTTER + this.wide() + 3) continue;
-        c.fillStyle = mark[0] === this.chosen ? colour("text") : ink.mark;
+        c.fillStyle = mark[0] === this.chosen ? ink.text : ink.mark;
         c.fillRect(x - 1, y + 1, 2, MARKS_HEIGHT - 3);
         if (mark[0] === this.chosen) this.frame(c, x - 2, y, 4, MARKS_HEIGHT - 2);
-        this.hits.push({ left: x - 3, right: x + 3, top: y, bottom: y + MARKS_HEIGHT, row: mark[0], title: `${name}: ${mark[3]}`, detail: `at ${offset(mark[1])}` });
+        this.hits.push({ left: x - 3, right: x + 3, top: y, bottom: y + MARKS_HEIGHT, row: mark[0], tell: () => [`${name}: ${mark[3]}`, `at ${offset(mark[1])}`] });
       }
       return;
     }
     const counts = this.data.density[name];
     if (!counts) return;
-    const step = (this.data.end - this.data.begin) / this.data.bins;
-    const width = Math.max(1, (step / (this.end - this.begin)) * this.wide());
+    const [step, width] = this.binWidth();
     const most = Math.max(...counts, 1);
     c.fillStyle = ink.mark;
     counts.forEach((n, bin) => {
@@ -417,9 +438,9 @@ export class Timeline {
       if (!n || x + width < GUTTER || x > GUTTER + this.wide()) return;
       c.globalAlpha = 0.2 + (0.8 * n) / most;
       c.fillRect(x, y + 1, width, MARKS_HEIGHT - 3);
-      this.hits.push({ left: x, right: x + width, top: y, bottom: y + MARKS_HEIGHT, row: -1, title: `${name}: ${n} events`, detail: "zoom in to see them" });
     });
     c.globalAlpha = 1;
+    this.across(y, y + MARKS_HEIGHT, (bin) => (counts[bin] ? [`${name}: ${counts[bin]} events`, "zoom in to see them"] : null));
   }
 
   paintArrows(c, down, tall) {
@@ -427,7 +448,7 @@ export class Timeline {
     const focus = this.hover && this.hover.row >= 0 ? this.hover.row : this.chosen;
     const near = (y) => y !== undefined && y > down - 200 && y < down + tall + 200;
     for (const strong of [false, true]) {
-      c.strokeStyle = strong ? colour("text") : colour("arrow");
+      c.strokeStyle = strong ? this.ink.text : this.ink.arrow;
       c.fillStyle = c.strokeStyle;
       c.globalAlpha = strong ? 0.95 : 0.45;
       for (const [from, to, at, then, cause, effect] of this.data.arrows) {
@@ -515,7 +536,11 @@ export class Timeline {
     this.canvas.style.cursor = hit && hit.row >= 0 ? "pointer" : "default";
     this.tip.hidden = !hit;
     if (!hit) return;
-    fill(this.tip, h("b", {}, hit.title), h("span", {}, hit.detail));
+    const told = hit.tell(event.offsetX);
+    this.tip.hidden = !told;
+    if (!told) return;
+    const [title, detail] = told;
+    fill(this.tip, h("b", {}, title), h("span", {}, detail));
     const box = this.scroller.getBoundingClientRect();
     const left = Math.min(event.clientX - box.left + 14, box.width - this.tip.offsetWidth - 8);
     this.tip.style.left = `${Math.max(4, left)}px`;
@@ -555,4 +580,19 @@ function stacked(lane, open) {
     places[n] = place;
   }
   return places;
+}
+
+// Kind -> [bin, top, height] of each bin that has some of it.
+function stackedBins(bins, tall) {
+  const found = new Map();
+  let [last, y] = [-1, tall];
+  for (const [bin, kind, , share] of bins) {
+    if (bin !== last) [last, y] = [bin, tall];
+    const top = Math.max(0, y - Math.max(1.5, share * tall));
+    if (y - top < 0.5) continue;
+    if (!found.has(kind)) found.set(kind, []);
+    found.get(kind).push([bin, top, y - top]);
+    y = top;
+  }
+  return found;
 }
