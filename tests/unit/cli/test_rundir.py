@@ -125,7 +125,8 @@ def test_runs_are_found_by_path_by_name_and_by_being_newest(
     assert RunDir.find(str(second.path)).path == second.path
     elsewhere = make_run(Story(), "elsewhere")
     assert RunDir.find("elsewhere").path == elsewhere.path
-    assert f"did you mean {first.path.name}?" in refusal(lambda: RunDir.find(first.path.name[:-1] + "x"))
+    said = refusal(lambda: RunDir.find(first.path.name[:-1] + "x"))
+    assert any(f"did you mean {run.path.name}?" in said for run in (first, second))
     (tmp_path / "nothing").mkdir()
     assert "holds no run" in refusal(lambda: RunDir.find("nothing"))
 
