@@ -18,6 +18,10 @@ from pipeline.export.figures import Figure, figures
 from pipeline.top.board import Board
 
 
+CLOSE_S = 5.0
+"""How long scrapes under way may take when the endpoint closes."""
+
+
 class Prometheus:
     """Serves `/metrics` at `host:port` until closed. Raises `PipelineError` if the port can't be had."""
 
@@ -36,7 +40,7 @@ class Prometheus:
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
-        self._thread.join()
+        self._thread.join(CLOSE_S)
 
 
 class _Figures(Collector):
