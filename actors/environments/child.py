@@ -8,6 +8,7 @@ the producer prints goes to stderr. The process ends when stdin does.
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib.util
 import json
 import os
@@ -35,6 +36,17 @@ def load_contracts(directory: Path) -> Any:
         sys.modules[name] = module
         spec.loader.exec_module(module)
     return sys.modules["contracts.producer"]
+
+
+def load_file(file: str, kind: str) -> Any:
+    """Class `kind` of a module that is on no path."""
+    spec = importlib.util.spec_from_file_location("sluice_producer", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["sluice_producer"] = module
+    spec.loader.exec_module(module)
+    return getattr(module, kind)
 
 
 class RemoteSession:
@@ -131,13 +143,18 @@ class Child:
 
     # --- what the parent may ask ---
 
-    async def do_load(self, number: int, name: str, args: dict[str, Any]) -> Any:
+    async def do_load(self, number: int, name: str, args: dict[str, Any], file: str | None, kind: str | None) -> Any:
+        """The producer that is installed as `name`, else class `kind` of `file`."""
         group = self.contract.GROUP
         found = {entry.value: entry for entry in entry_points(group=group) if entry.name == name}
-        if len(found) != 1:
+        if len(found) == 1:
+            factory = next(iter(found.values())).load
+        elif not found and file is not None and kind is not None:
+            factory = functools.partial(load_file, file, kind)
+        else:
             known = ", ".join(sorted({entry.name for entry in entry_points(group=group)})) or "none"
             raise LookupError(f"there are {len(found)} producers {name!r} in group {group!r}; it has {known}")
-        self._producer = await asyncio.to_thread(lambda: next(iter(found.values())).load()(**args))
+        self._producer = await asyncio.to_thread(lambda: factory()(**args))
         return {
             "contract": getattr(self._producer, "contract", None),
             "single": isinstance(self._producer, self.contract.SingleTurn),

@@ -25,6 +25,8 @@ from contracts.producer import DataError, Outcome, Place, Session, Task
 
 CHILD = Path(__file__).with_name("child.py")
 CONTRACTS = Path(contracts.__file__).parent
+SHIPPED = {"verifiers": (Path(__file__).with_name("verifiers.py"), "Verifiers")}
+"""Producers that come with Sluice but live where it is not installed: file and class."""
 LOAD_S = 120.0
 """Longest that the child may take to import and construct the producer."""
 LIMIT = 64 * 2**20
@@ -39,7 +41,7 @@ def isolate(name: str, args: dict[str, Any], python: str) -> Any:
     """The producer `name` of the environment of interpreter `python`. Raises `ProducerError` as `load` does."""
     link = Link(name, args, python)
     try:
-        about = link.call("load", {"name": name, "args": args}, LOAD_S)
+        about = link.call("load", _loading(name, args), LOAD_S)
     except (ChildError, DataError, OSError, TimeoutError) as error:
         link.end()
         raise ProducerError(f"producer {name!r} in {python}: {error or type(error).__name__}") from error
@@ -62,11 +64,17 @@ async def loaded(config: ProducerConfig, load: Callable[[str, dict[str, Any]], A
     return await asyncio.to_thread(isolate, config.name, dict(config.args), config.python)
 
 
+def _loading(name: str, args: dict[str, Any]) -> dict[str, Any]:
+    """What the child is told to load."""
+    file, kind = SHIPPED.get(name, (None, None))
+    return {"name": name, "args": args, "file": None if file is None else str(file), "kind": kind}
+
+
 class Link:
     """The child process and the requests that are open."""
 
     def __init__(self, name: str, args: dict[str, Any], python: str) -> None:
-        self._load = {"name": name, "args": args}
+        self._load = _loading(name, args)
         self._python = python
         self._loop = asyncio.new_event_loop()
         self._process: asyncio.subprocess.Process | None = None

@@ -234,15 +234,16 @@ class Server:
     async def _stream(
         self, request: web.Request, ask: Ask, arrived_at: float, stream: ChatStream | ResponsesStream
     ) -> web.StreamResponse:
-        """Pieces as they come, and a sign of life where none does for a while."""
+        """Pieces as they come, and a sign of life where none does for a while.
+
+        What fails before there was anything to send is answered by its status, as without a stream.
+        """
         response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
         end_at = self._chat.deadline(ask, arrived_at) + UNREAD_S
         live = Live()
         answer = asyncio.ensure_future(self._chat.answer(ask, arrived_at, live))
         answer.add_done_callback(lambda _: live.news.set())
         try:
-            async with _reading(request):
-                await response.prepare(request)
             while not answer.done():
                 pieces = b": waiting\n\n"
                 with contextlib.suppress(TimeoutError):
@@ -252,8 +253,13 @@ class Server:
                     pieces = b"" if answer.done() else b"".join(map(_event, stream.news(live)))
                 if pieces:
                     async with _reading(request, end_at - self._clock.now()):
+                        await response.prepare(request)
                         await response.write(pieces)
+            error = answer.exception()
+            if isinstance(error, Problem) and not response.prepared:
+                return await _send(request, self._refusal(error))
             async with _reading(request):
+                await response.prepare(request)
                 await response.write(_rest(answer, stream, live))
                 await response.write_eof()
         except CutOff:

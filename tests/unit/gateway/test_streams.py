@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.gateway import http
-from actors.gateway.client import GatewayClient, Generated
+from actors.gateway.client import GatewayClient, Generated, InfraProblem
 from actors.gateway.parsing import Parsed, parse, shown
 from actors.gateway.serving import Live
 from actors.gateway.tokens import CHARACTER, Tokens, Unfolding
@@ -211,9 +211,9 @@ async def test_tokens_are_passed_on_as_the_engine_makes_them(episode: Any, engin
     _, url = episode
     engine = Streaming(engines[0])
     body = {"messages": [{"role": "user", "content": "a"}], "stream": True, "logprobs": True}
+    engine.steps.put_nowait(1)
     async with aiohttp.ClientSession() as session, session.post(f"{url}/chat/completions", json=body) as response:
         reader = Reader(response)
-        engine.steps.put_nowait(1)
         await until(lambda: engine.body)
         first = _letters(engine.body, 4)
         await reader.until(first[:1])
@@ -243,9 +243,9 @@ async def test_a_refit_in_the_middle_of_a_stream_is_a_pause_for_its_reader(
     client, url = episode
     before, after = Streaming(engines[0]), Streaming(engines[0])
     body = {"messages": [{"role": "user", "content": "a"}], "stream": True}
+    before.steps.put_nowait(2)
     async with aiohttp.ClientSession() as session, session.post(f"{url}/chat/completions", json=body) as response:
         reader = Reader(response)
-        before.steps.put_nowait(2)
         await until(lambda: before.body)
         letters = _letters(before.body, 4)
         await reader.until(letters[:2])
@@ -271,16 +271,17 @@ async def test_a_stream_that_breaks_goes_on_elsewhere_from_what_was_passed_on(
     first, second = Streaming(engines[0]), Streaming(engines[1])
     # whichever engine is asked first breaks off, and the other one goes on
     body = {"messages": [{"role": "user", "content": "a"}], "stream": True}
+    first.steps.put_nowait(1)
+    second.steps.put_nowait(1)
     async with aiohttp.ClientSession() as session, session.post(f"{url}/chat/completions", json=body) as response:
         reader = Reader(response)
         await until(lambda: first.body or second.body)
         broken, other = (first, second) if first.body else (second, first)
         letters = _letters(broken.body, 4)
-        broken.steps.put_nowait(1)
         await reader.until(letters[:1])
         broken.steps.put_nowait(None)
         await until(lambda: other.body)
-        other.steps.put_nowait(3)
+        other.steps.put_nowait(2)
         await reader.end()
     assert reader.content == letters
     assert len(other.body["input_ids"]) == len(broken.body["input_ids"]) + 1
@@ -292,13 +293,23 @@ async def test_an_agent_that_leaves_its_stream_ends_the_call(episode: Any, engin
     _, url = episode
     engine = Streaming(engines[0])
     body = {"messages": [{"role": "user", "content": "a"}], "stream": True}
+    engine.steps.put_nowait(1)
     async with aiohttp.ClientSession() as session:
         response = await session.post(f"{url}/chat/completions", json=body)
-        engine.steps.put_nowait(1)
         await until(lambda: engine.body)
         await Reader(response).until(_letters(engine.body, 1))
         response.close()
         await until(lambda: engines[0].aborts)
+
+
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+async def test_what_fails_before_the_first_token_is_answered_by_its_status(tokens: Tokens, path: str):
+    async def submit(job: Job) -> Generated:
+        raise InfraProblem("no engine")
+
+    body = {"messages": HI, "input": "hi", "stream": True}
+    async with Front(tokens, submit) as front, front.http.post(front.url + path, json=body) as response:
+        assert (response.status, (await response.json())["error"]["message"]) == (503, "no engine")
 
 
 # --- the Responses API -----------------------------------------------------------------------------------------------
