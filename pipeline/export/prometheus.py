@@ -17,7 +17,6 @@ from pipeline.errors import Exit, PipelineError
 from pipeline.export.figures import Figure, figures
 from pipeline.top.board import Board
 
-
 CLOSE_S = 5.0
 """How long scrapes under way may take when the endpoint closes."""
 
