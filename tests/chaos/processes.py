@@ -89,6 +89,17 @@ def _drawn(random: Random, kind: Kind) -> Fault:
     return Fault(kind=kind, after=after)
 
 
+ONE_OF_EACH = (
+    Fault(kind="store"),
+    Fault(kind="kill", after=1.0, victims=("trainer", "buffer")),
+    Fault(kind="stop", after=1.0, victims=("engine-0", "collector-0"), seconds=3.0),
+    Fault(kind="stop store", after=0.5, seconds=2.0),
+    Fault(kind="server", after=0.5, victims=("engine-1",)),
+    Fault(kind="wipe"),
+)
+"""A short schedule: every kind of fault, in the end everything is killed and the store's files are gone."""
+
+
 class Storm:
     """One run under a schedule. `steps` of its last session are trained in peace."""
 
@@ -236,24 +247,19 @@ def _held(path: Path) -> bool:
         return False
 
 
-def play(seed: int, faults: int, keep: Path | None) -> bool:
-    """Run one seed; False, and the command that runs it again, if it failed."""
-    folder = Path(tempfile.mkdtemp(prefix=f"chaos-{seed}-", dir=keep))
-    schedule = plan(seed, faults)
-    print(f"seed {seed}: {', '.join(map(str, schedule))}", flush=True)
+def play(name: str, schedule: Sequence[Fault], keep: Path | None, again: str) -> bool:
+    """Run one schedule; False, and the command that runs it `again`, if it failed."""
+    folder = Path(tempfile.mkdtemp(prefix="chaos-", dir=keep))
+    print(f"{name}: {', '.join(map(str, schedule))}", flush=True)
     begun = time.monotonic()
     try:
         summary = Storm(folder, "launch.collectors=2").play(schedule)
     except AssertionError as error:
-        print(f"seed {seed}: {error}\n  kept: {folder}\n  again: {_again(seed, faults)}", flush=True)
+        print(f"{name}: {error}\n  kept: {folder}\n  again: python -m tests.chaos.processes {again}", flush=True)
         return False
-    print(f"seed {seed}: kept every promise in {time.monotonic() - begun:.0f} s, {summary}", flush=True)
+    print(f"{name}: kept every promise in {time.monotonic() - begun:.0f} s, {summary}", flush=True)
     shutil.rmtree(folder)
     return True
-
-
-def _again(seed: int, faults: int) -> str:
-    return f"python -m tests.chaos.processes --seed {seed} --faults {faults}"
 
 
 def main() -> int:
@@ -263,9 +269,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="only this one")
     parser.add_argument("--faults", type=int, default=10, help="of a schedule")
     parser.add_argument("--keep", type=Path, help="where run directories go; that of a failed seed stays")
+    parser.add_argument("--short", action="store_true", help="one schedule with a fault of each kind instead")
     given = parser.parse_args()
+    if given.short:
+        return 0 if play("short", ONE_OF_EACH, given.keep, "--short") else 1
     seeds = range(given.first, given.first + given.seeds) if given.seed is None else [given.seed]
-    failed = [seed for seed in seeds if not play(seed, given.faults, given.keep)]
+    failed = [
+        seed
+        for seed in seeds
+        if not play(f"seed {seed}", plan(seed, given.faults), given.keep, f"--seed {seed} --faults {given.faults}")
+    ]
     print(f"seeds={len(seeds)} failed={len(failed)}")
     return 1 if failed else 0
 

@@ -1,30 +1,16 @@
-"""A real run survives the loss of its store, of its actors' time, and in the end of everything but its directory.
-
-More of them: `make chaos SEEDS=20`.
-"""
+"""The schedules that `make chaos` plays on real runs."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import get_args
 
-import pytest
-
-from tests.chaos.processes import Fault, Storm, plan
-
-ONE_OF_EACH = (
-    Fault(kind="store"),
-    Fault(kind="kill", after=1.0, victims=("trainer", "buffer")),
-    Fault(kind="stop", after=1.0, victims=("engine-0", "collector-0"), seconds=3.0),
-    Fault(kind="stop store", after=0.5, seconds=2.0),
-    Fault(kind="server", after=0.5, victims=("engine-1",)),
-    Fault(kind="wipe"),
-)
+from tests.chaos.processes import BLACKOUTS, ONE_OF_EACH, Kind, plan
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_a_run_outlives_its_store_and_its_actors_and_is_resumed_without_them(tmp_path: Path) -> None:
-    Storm(tmp_path).play(ONE_OF_EACH)
+def test_the_short_schedule_holds_every_kind_of_fault_and_one_blackout_at_its_end() -> None:
+    kinds = [fault.kind for fault in ONE_OF_EACH]
+    assert {*kinds, *BLACKOUTS} == set(get_args(Kind))
+    assert [kind for kind in kinds if kind in BLACKOUTS] == kinds[-1:]
 
 
 def test_a_seed_names_its_schedule() -> None:
