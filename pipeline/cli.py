@@ -136,7 +136,10 @@ def verify(run: str | None) -> None:
     from pipeline.rundir import RunDir
     from pipeline.verify import verify as check
 
-    findings, summary = check(RunDir.find(run))
+    directory = RunDir.find(run)
+    findings, summary = check(directory)
+    if not summary.events:
+        raise PipelineError(f"{directory.path} holds no events: nothing was archived", Exit.USAGE)
     for finding in findings:
         click.echo(f"{finding.rule}: {finding.message} (at {finding.event or 'the end'})")
     click.echo(" ".join(f"{name}={getattr(summary, name)}" for name in summary.__struct_fields__))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import os
 import secrets
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from actors import registry
+from actors.startup import uncollected
 from config.schema import RunConfig
 from pipeline import host, logs, reaper
 from pipeline.errors import Exit, PipelineError
@@ -25,8 +27,10 @@ STORE_BYTES = 80 << 20
 """Ray's object store, which nothing is put into; about the least it accepts."""
 UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
 """Parts of a local Ray that are left out; methods of its node."""
-HEAVY = ("engine", "trainer")
+HEAVY = ("trainer", "engine")
 """Kinds whose processes take longest to become useful; they are created first."""
+HEAD_START_S = 6.0
+"""How much earlier, where there are fewer cores than actors: so long takes what their imports compute."""
 
 
 NODE_S, LOOK_EVERY_S = 30.0, 0.05
@@ -47,17 +51,23 @@ class Cluster:
         self._exits: dict[str, asyncio.Task[Left]] = {}
         self._handles: dict[str, Any] = {}
         self._launched = 0
+        self._pending: asyncio.TimerHandle | None = None
+
+    @staticmethod
+    def library() -> Any:
+        """Ray, which takes half a second to import; any thread may do so beforehand."""
+        for variable, value in _environment().items():
+            os.environ.setdefault(variable, value)
+        with uncollected():
+            return importlib.import_module("ray")
 
     def start(self) -> None:
         """Start Ray here, or join the cluster at launch.ray_address. Raises `PipelineError`."""
-        for variable, value in _environment().items():
-            os.environ.setdefault(variable, value)
         self._started = True
         if self._local:
             os.environ[reaper.MARK] = mark = secrets.token_hex(16)
             self._reaper = Reaper(mark)
-        import ray
-
+        ray = self.library()
         options: dict[str, Any] = {"address": self._config.launch.ray_address, "namespace": "sluice"}
         options |= {"log_to_driver": False, "logging_level": logging.ERROR}
         if self._local:
@@ -78,12 +88,24 @@ class Cluster:
                     ) from error
 
     def launch(self, names: Sequence[str], url: str, run: str) -> None:
-        """Create the actors' processes and run them; on the event loop's thread."""
+        """Create the actors' processes and run them; on the event loop's thread.
+
+        Where there are fewer cores than actors, the heavy ones get a head start: they would be the last to be ready.
+        """
+        heavy = [name for kind in HEAVY for name in names if registry.kind_of(name) == kind]
+        light = [name for name in names if name not in heavy]
+        self._create(heavy, url, run)
+        if heavy and self._local and (os.cpu_count() or 1) < len(names):
+            self._pending = asyncio.get_running_loop().call_later(HEAD_START_S, self._create, light, url, run)
+        else:
+            self._create(light, url, run)
+
+    def _create(self, names: Sequence[str], url: str, run: str) -> None:
         import ray
 
         remote: Any = ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)(Host)
         driver = host.installation()
-        for name in sorted(names, key=lambda name: registry.kind_of(name) not in HEAVY):
+        for name in names:
             env = actor_environment(self._config, name)
             if name in self._handles:  # it left, and comes again
                 ray.kill(self._handles.pop(name))
@@ -123,6 +145,8 @@ class Cluster:
             return
         import ray
 
+        if self._pending is not None:
+            self._pending.cancel()
         for task in self._exits.values():
             task.cancel()
         if ray.is_initialized():
@@ -157,7 +181,7 @@ def _environment() -> Mapping[str, str]:
         # the trainer and the engines start first, a few at a time: they take longest to become useful
         "RAY_enable_worker_prestart": "false",
         "RAY_prestart_worker_first_driver": "false",
-        "RAY_worker_maximum_startup_concurrency": "3",
+        "RAY_worker_maximum_startup_concurrency": "2",
     }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import os
+import time
 from collections.abc import AsyncGenerator, Iterator, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 PAGE = 512
 BLOCK_MS = 1000
 CONNECT_S = 3.0
+START_EVERY_S = 0.5
+"""How often to look whether a run that starts is recorded yet."""
 
 
 def lines(run: RunDir, chosen: Filter, *, follow: bool) -> Iterator[bytes]:
@@ -103,7 +106,7 @@ def archived(run: RunDir) -> Iterator[tuple[Entry, Envelope[Event]]]:
 
 
 def follow(run: RunDir) -> Iterator[tuple[Entry, Envelope[Event]]]:
-    """Every event: the archived ones, then, while somebody writes the log, what is new until the run has finished.
+    """Every event: the archived ones, then, while the run is driven or recorded, what is new until it has finished.
 
     Raises `PipelineError` if the archive is damaged, or the store of a live run is not to be reached.
     """
@@ -113,7 +116,11 @@ def follow(run: RunDir) -> Iterator[tuple[Entry, Envelope[Event]]]:
         last[entry.stream] = entry.entry
         complete = isinstance(envelope.body, RunFinished)
         yield entry, envelope
-    if complete or not archive.has_writer(run.events):
+    while not complete and not archive.has_writer(run.events):
+        if not run.driven():
+            return
+        time.sleep(START_EVERY_S)  # the driver lives, and ends by itself when its actors do not start
+    if complete:
         return
     for entry in _iterate(_live(run, last)):
         envelope = decode(entry.stream, entry.data)

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -95,6 +96,8 @@ class Session:
         done = judge(self._config, self._view, {}, 0.0, 0.0) if self._resumed else None
         if done is not None and done.code is Exit.DONE:
             return self._farewell(done)
+        if self._config.launch.mode == "ray":
+            Thread(target=Cluster.library, name="import-ray", daemon=True).start()
         try:
             broker = self._broker()
         except PipelineError:

@@ -184,6 +184,16 @@ class RunDir:
         except PipelineError:
             return ""
 
+    def driven(self) -> bool:
+        """Whether its driver lives, as far as this host can tell. Looks at the lock without taking it."""
+        try:
+            file = (self.path / "lock").stat()
+            held = Path("/proc/locks").read_text().splitlines()
+        except OSError:
+            return False
+        name = f"{os.major(file.st_dev):02x}:{os.minor(file.st_dev):02x}:{file.st_ino}"
+        return any(name in line.split() for line in held)
+
     def unlock(self) -> None:
         if self._lock is not None:
             os.close(self._lock)

@@ -183,6 +183,8 @@ def _lock(folder: Path) -> int:
 
 def has_writer(folder: Path) -> bool:
     """Whether a recorder holds this archive open, here or wherever locks on the file system reach."""
+    if not folder.is_dir():
+        return False
     try:
         os.close(_lock(folder))
     except ArchiveBusy:

@@ -90,7 +90,8 @@ class TrainerShell:
         raise KeyError(handle)
 
     async def close(self) -> None:
-        self._sender.close()
+        if hasattr(self, "_sender"):  # not if the start failed
+            self._sender.close()
         if self._policy is not None:
             await asyncio.to_thread(self._policy.close)
         self._policy_thread.shutdown(wait=False, cancel_futures=True)

@@ -82,7 +82,7 @@ def _open(
         _close(sinks)
         raise PipelineError(
             f"the package {error.name!r} is not installed: pip install 'sluice-rl[export]' (wandb: pip install wandb)",
-            Exit.USAGE,
+            Exit.MISSING,
         ) from error
     except PipelineError:
         _close(sinks)

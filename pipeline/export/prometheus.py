@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Iterator
 from threading import Lock
@@ -30,7 +31,8 @@ class Prometheus:
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
-            raise PipelineError(f"--prometheus {host}:{port} can't be served: {error}", Exit.USAGE) from error
+            code = Exit.MISSING if error.errno == errno.EADDRINUSE else Exit.USAGE
+            raise PipelineError(f"--prometheus {host}:{port} can't be served: {error}", code) from error
         self.url = f"http://{host}:{self._server.server_port}/metrics"
 
     def take(self, envelope: Envelope[Event], row: Row | None) -> None:

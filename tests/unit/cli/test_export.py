@@ -256,7 +256,7 @@ def test_a_missing_package_is_named_and_what_was_opened_is_closed(
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     done = exported(str(make_run(trained(1)).path), "--prometheus", "0", "--wandb", "grpo")
-    assert done.exit_code == Exit.USAGE
+    assert done.exit_code == Exit.MISSING
     assert "the package 'wandb' is not installed" in done.output
     url = done.output.split("prometheus: ")[1].split()[0]
     with pytest.raises(OSError, match="refused"):

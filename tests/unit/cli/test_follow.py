@@ -5,21 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 from story import Story, trained
 
-from actors.recorder.archive import Writer
+from actors.recorder.archive import Writer, has_writer
 from config.schema import BrokerConfig
 from contracts import events
 from contracts.envelope import encode
 from pipeline import broker
 from pipeline.bus import Bus
-from pipeline.errors import PipelineError
-from pipeline.eventlog import Filter, lines
+from pipeline.cli import main
+from pipeline.errors import Exit, PipelineError
+from pipeline.eventlog import Filter, follow, lines
 from pipeline.launcher import _shareable
 from pipeline.rundir import RunDir
 
@@ -88,3 +91,25 @@ def test_a_log_of_another_release_is_named(make_run: Callable[..., RunDir]) -> N
     writer.close(0.0)
     with pytest.raises(PipelineError, match="this log was written by another release"):
         list(lines(run, Filter(), follow=False))
+
+
+def test_a_run_that_is_driven_and_not_recorded_yet_is_waited_for(
+    make_run: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(Story())
+    looks = iter([True, True, False])
+    monkeypatch.setattr(RunDir, "driven", lambda self: next(looks))
+    monkeypatch.setattr("pipeline.eventlog.START_EVERY_S", 0.0)
+    assert list(follow(run)) == []
+    assert next(looks, None) is None
+
+
+def test_a_directory_without_events_has_no_writer_and_is_no_run_that_was_verified(
+    make_run: Callable[..., RunDir],
+) -> None:
+    run = make_run(Story())
+    shutil.rmtree(run.events)
+    assert not has_writer(run.events)
+    done = CliRunner().invoke(main, ["verify", str(run.path)])
+    assert done.exit_code == Exit.USAGE
+    assert "holds no events: nothing was archived" in done.output

@@ -143,3 +143,16 @@ def test_facts_are_replaced_whole(tmp_path: Path) -> None:
     assert json.loads((run / "run.json").read_text())["ended"] == "done"
     assert run.info().redis_url == "unix:///x"
     assert not list(run.path.glob(".run.json*"))
+
+
+def test_a_run_is_driven_while_its_driver_holds_it(tmp_path: Path) -> None:
+    run = create(tmp_path / "run")
+    assert run.driven()
+    assert RunDir.open(run.path).driven()
+    run.unlock()
+    assert not run.driven()
+    run.lock()
+    assert run.driven()
+    run.unlock()
+    (run / "lock").unlink()
+    assert not run.driven()

@@ -9,17 +9,20 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from actors.trainer import backend, orders, rank
+from actors.trainer.actor import TrainerShell
 from actors.trainer.backend import BackendError, Job
 from actors.trainer.megatron import installation
 from actors.trainer.packing import Sample
 from actors.trainer.ranks import RankedPolicy, RankError
-from config.schema import TrainerConfig
+from config.schema import RunConfig, TrainerConfig
+from contracts.core import Fatal
 
 Make = Callable[..., list[Sample]]
 PATIENCE_S = 60.0
@@ -153,3 +156,11 @@ def test_a_rank_carries_out_every_order(model_dir: Path, make_samples: Make, tmp
     assert part.step == 1
     part = rank.carry_out(part, orders.Step(samples))
     assert rank.carry_out(part, orders.Load(str(tmp_path / "saved"))).step == 1
+
+
+async def test_a_trainer_that_could_not_start_says_why_and_not_how_it_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "check", lambda config: (_ for _ in ()).throw(BackendError("megatron is missing")))
+    shell = TrainerShell(RunConfig())
+    with pytest.raises(Fatal, match="megatron is missing"):
+        await shell.start(SimpleNamespace(run_dir="/nowhere"))  # type: ignore[arg-type]
+    await shell.close()
