@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterable
 from typing import ClassVar
@@ -11,6 +12,7 @@ from textual import work
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
+from textual.css.query import NoMatches
 from textual.widgets import DataTable, Footer, Input, Label, Sparkline, Static, TabbedContent, TabPane, Tabs
 from textual.worker import get_current_worker
 
@@ -108,8 +110,8 @@ class Top(App[None]):
     # --- drawing ---
 
     def draw(self) -> None:
-        """Show the chosen moment."""
-        with self._feed.lock:
+        """Show the chosen moment. While the application closes, a tick may find that its widgets are gone."""
+        with self._feed.lock, contextlib.suppress(NoMatches):
             board = self._board or self._feed.history.board
             live = self._feed.live and self._board is None
             now = time.time() if live else board.at

@@ -182,6 +182,14 @@ async def test_events_are_searched_and_their_text_is_no_markup(make_run: Callabl
         assert app.query_one(TabbedContent).active == "why-pane"
 
 
+async def test_a_tick_while_the_application_closes_draws_nothing(make_run: Callable[..., RunDir]) -> None:
+    app = Top(Feed(make_run(trained(1)), CONFIG), CONFIG)
+    async with app.run_test(size=(140, 45)) as pilot:
+        await until(pilot, lambda: bool(shown(app, "events")))
+        await app.query_one("#head").remove()
+        app.draw()
+
+
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[str]:
     (tmp_path / "store").mkdir()
