@@ -50,11 +50,10 @@ def lines(run: RunDir, chosen: Filter, *, follow: bool) -> Iterator[bytes]:
     if selection.unmet and not follow:
         raise PipelineError(f"no event {min(selection.unmet)!r} in the archive of {run.path}", Exit.USAGE)
     if follow and not complete:
-        for entry in _iterate(_live(run, last)):
-            envelope = decode(entry.stream, entry.data)
+        for entry, envelope in _added(run, last):
             if selection.takes(entry, envelope):
                 yield render(entry, envelope)
-            if selection.over or isinstance(envelope.body, RunFinished):
+            if selection.over:
                 return
 
 
@@ -93,10 +92,13 @@ async def _present(run: RunDir, last: dict[str, str]) -> list[Entry]:
         await bus.close()
 
 
-def archived(run: RunDir) -> Iterator[tuple[Entry, Envelope[Event]]]:
-    """Every archived event, in the order of commits. Raises `PipelineError` if the archive is damaged."""
+def archived(run: RunDir, behind: Mapping[str, int] | None = None) -> Iterator[tuple[Entry, Envelope[Event]]]:
+    """Every archived event, in the order of commits; `behind` as in `archive.read`.
+
+    Raises `PipelineError` if the archive is damaged.
+    """
     try:
-        for entry in archive.read(run.events):
+        for entry in archive.read(run.events, behind=behind):
             yield entry, decode(entry.stream, entry.data)
     except archive.ArchiveError as error:
         raise PipelineError(str(error), Exit.FAILED) from error
@@ -122,6 +124,11 @@ def follow(run: RunDir) -> Iterator[tuple[Entry, Envelope[Event]]]:
         time.sleep(START_EVERY_S)  # the driver lives, and ends by itself when its actors do not start
     if complete:
         return
+    yield from _added(run, last)
+
+
+def _added(run: RunDir, last: dict[str, str]) -> Iterator[tuple[Entry, Envelope[Event]]]:
+    """What a live run adds behind `last`, until it has finished. Raises `PipelineError` if it is not live."""
     for entry in _iterate(_live(run, last)):
         envelope = decode(entry.stream, entry.data)
         yield entry, envelope

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from actors.recorder.ordering import number
 from contracts.core import Entry
 from pipeline.bus import scripts
 from pipeline.bus.keys import Keys
@@ -145,20 +146,16 @@ class Reader:
             missing = None
             for id, fields in rows:
                 previous = predecessor(fields)
-                if previous != behind and _number(previous) > _number(behind):
+                if previous != behind and number(previous) > number(behind):
                     missing = previous
                 behind = id.decode()
                 entries.append(Entry(name, behind, fields[1]))
             if missing is not None:
                 gaps.append(Gap(name, cursor, missing))
-        entries.sort(key=lambda entry: _number(entry.entry))
+        entries.sort(key=lambda entry: number(entry.entry))
         return Followed(entries, gaps)
 
 
 def predecessor(fields: Sequence[bytes]) -> str:
     """The id of the entry before the one with these fields, in its stream; `0-0` for none, or if it doesn't say."""
     return fields[3].decode() if len(fields) > 3 else "0-0"
-
-
-def _number(entry: str) -> int:
-    return int(entry.partition("-")[0])

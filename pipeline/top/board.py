@@ -68,15 +68,12 @@ class History:
     def __init__(self, every: int) -> None:
         """`every`: see `spacing`."""
         self.board = Board()
-        self.first_at: float | None = None
         self._every = every
         self._marks: list[Board] = [Board()]
 
     def extend(self, items: Iterable[Item]) -> None:
         for item in items:
             self.board.take(item)
-            if self.first_at is None:
-                self.first_at = self.board.at
             if self.board.position - self._marks[-1].position >= self._every:
                 self._mark()
 

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from itertools import islice
 
 from actors.recorder import archive
 from actors.recorder.ordering import START
+from actors.startup import uncollected
 from config.schema import RunConfig
 from contracts.envelope import BROADCAST_STREAMS, STREAMS, WORK_STREAMS, decode
 from pipeline import eventlog
 from pipeline.bus import Bus, BusError
 from pipeline.bus.model import Depth
 from pipeline.errors import Exit, PipelineError
-from pipeline.replay.check import without_collector
 from pipeline.rundir import RunDir
 from pipeline.top.board import Board, History, Item, at, spacing
-from pipeline.why.load import states
+from pipeline.why import load
 from pipeline.why.result import Evidence
 
 PAGE = 500
@@ -41,7 +40,7 @@ class Feed:
             segments = archive.read_index(run.events).segments
         except archive.ArchiveError as error:
             raise PipelineError(str(error), Exit.FAILED) from error
-        self.expected = sum(span.count for segment in segments for span in segment.streams.values())
+        self.expected = sum(segment.records for segment in segments)
         """Events in closed segments: what is to be read at least."""
         self.history = History(spacing(self.expected))
         self.lock = threading.Lock()
@@ -67,13 +66,13 @@ class Feed:
         with self.lock:
             begin = self.history.before(position).position
         behind = dict.fromkeys(STREAMS, begin)
-        return at(self.history, position, self._archived(behind))
+        return at(self.history, position, eventlog.archived(self._run, behind))
 
     # --- the thread ---
 
     def _work(self) -> None:
         try:
-            with without_collector():
+            with uncollected():
                 self._read()
             self.loaded = True
             if self.history.board.view.finished is None and archive.has_writer(self._run.events):
@@ -85,16 +84,9 @@ class Feed:
             self.live = False
 
     def _read(self) -> None:
-        pages = self._archived({})
+        pages = eventlog.archived(self._run)
         while not self._stop.is_set() and (page := list(islice(pages, PAGE))):
             self._extend(page)
-
-    def _archived(self, behind: dict[str, int]) -> Iterator[Item]:
-        try:
-            for entry in archive.read(self._run.events, behind=behind):
-                yield entry, decode(entry.stream, entry.data)
-        except archive.ArchiveError as error:
-            raise PipelineError(str(error), Exit.FAILED) from error
 
     def _extend(self, page: Iterable[Item]) -> None:
         page = list(page)
@@ -105,8 +97,7 @@ class Feed:
 
     async def _follow(self) -> None:
         """Until the run has finished, or nobody looks any more."""
-        url = os.environ.get("REDIS_URL") or self._run.info().redis_url or ""
-        bus = await Bus.connect(url, self._run.info().run, actor="top", connect_s=CONNECT_S)
+        bus = await Bus.connect(load.url_of(self._run), self._run.info().run, actor="top", connect_s=CONNECT_S)
         self.live = True
         looked_at = 0.0
         cursors = {stream: self._last.get(stream, START) for stream in STREAMS}
@@ -120,6 +111,6 @@ class Feed:
                         looked_at = time.monotonic()
                         work = await bus.depths(WORK_STREAMS, group="readers")
                         self.depths = work | await bus.depths(BROADCAST_STREAMS)
-                        self.evidence = Evidence(states=await states(bus, self._config))
+                        self.evidence = Evidence(states=await load.states(bus, self._config))
         finally:
             await bus.close()

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import msgspec
 
 from actors.recorder import archive
 from actors.recorder.ordering import START, advance, number, settled
+from actors.startup import uncollected
 from config.schema import RunConfig
 from contracts.core import Entry
 from contracts.envelope import STREAMS, ContractError, decode
@@ -91,7 +91,7 @@ class Source:
         self.total = sum(segment.records for segment in archive.read_index(self.run.events).segments)
         if not self._last:
             await self._tell("loading")
-        with _uncollected() if self.state == "loading" else nullcontext():
+        with uncollected() if self.state == "loading" else nullcontext():
             await self._take(archive.read(self.run.events, behind=dict.fromkeys(STREAMS, self._last)))
         await self._tell()
 
@@ -177,10 +177,9 @@ class Source:
         """The moment that is judged: the present of a live run, else the last that its archive tells of."""
         if self.live or (self.state == "loading" and not self.data.model.events):
             return self._clock()
-        last = self.data.model.last_at
-        if self.data.model.finished is not None or self.state == "loading":
-            return last
-        return max([last, *(segment.closed_at for segment in archive.read_index(self.run.events).segments[-1:])])
+        if self.state == "loading":
+            return self.data.model.last_at
+        return load.end_of(self.run, self.data.model)
 
     async def why(self) -> dict[str, Any]:
         """The diagnosis of this moment."""
@@ -208,17 +207,3 @@ class Source:
             return (await self._bus.payloads([key]))[0]
         except BusError:
             return None
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Nothing that a log is folded into goes in circles: looking for such again and again takes as long as folding."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.freeze()

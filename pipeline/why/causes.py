@@ -42,8 +42,7 @@ CAUSES: Mapping[str, str] = {
     ),
     "hole": (
         "buffer.sampler=in_order waits for every index. Bound rollouts with rollout.deadline_s, or use "
-        "buffer.sampler=windowed, which "
-        "takes later groups first and loses none."
+        "buffer.sampler=windowed, which takes later groups first and loses none."
     ),
     "buffer_short": (
         "Credit was granted for fewer groups than a batch needs: compare granted with issued, trained and "

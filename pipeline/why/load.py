@@ -105,7 +105,7 @@ def gather(run: RunDir, config: RunConfig, until: Moment | None = None, *, look:
     if follower.before_stop is not None and follower.before_stop[1] not in NORMAL:
         model, reason, at = follower.before_stop
         return Case(model, config, at, Evidence(), stopped=reason)
-    now = time.time() if live else _end(run, follower, until)
+    now = time.time() if live else follower.model.last_at if until is not None else end_of(run, follower.model)
     return Case(follower.model, config, now, evidence, live=live)
 
 
@@ -148,10 +148,10 @@ def url_of(run: RunDir) -> str:
     return os.environ.get("REDIS_URL") or run.info().redis_url or ""
 
 
-def _end(run: RunDir, follower: Follower, until: Moment | None) -> float:
-    """The last moment of which an archive tells."""
-    last = follower.model.last_at
-    if until is not None or follower.model.finished is not None:
+def end_of(run: RunDir, model: Model) -> float:
+    """The last moment of which an archive tells. `model`: its events, folded."""
+    last = model.last_at
+    if model.finished is not None:
         return last
     return max([last, *(segment.closed_at for segment in archive.read_index(run.events).segments[-1:])])
 
