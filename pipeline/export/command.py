@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from threading import Lock
-from typing import Any, Protocol
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -43,9 +43,7 @@ def run(directory: RunDir, config: RunConfig, targets: Targets, say: Callable[[s
     """
     board, lock = Board(), Lock()
     with ExitStack() as opened:
-        sinks = _open(directory.info().run, config, targets, board, lock, say)
-        for sink in sinks:
-            opened.callback(sink.close)
+        sinks = _open(directory.info().run, config, targets, board, lock, say, opened)
         for item in eventlog.follow(directory):
             with lock:
                 row = board.take(item)
@@ -55,8 +53,15 @@ def run(directory: RunDir, config: RunConfig, targets: Targets, say: Callable[[s
 
 
 def _open(
-    run: str, config: RunConfig, targets: Targets, board: Board, lock: Lock, say: Callable[[str], None]
+    run: str,
+    config: RunConfig,
+    targets: Targets,
+    board: Board,
+    lock: Lock,
+    say: Callable[[str], None],
+    opened: ExitStack,
 ) -> Sequence[Sink]:
+    """The sinks; `opened` closes them, also when a later one can't be had."""
     sinks: list[Sink] = []
     try:
         if targets.prometheus is not None:
@@ -65,36 +70,27 @@ def _open(
 
             served = Prometheus(run, board, lock, host, port)
             say(f"prometheus: {served.url}")
-            sinks.append(served)
+            sinks.append(opened.enter_context(closing(served)))
         if targets.otlp is not None:
             base = endpoint(targets.otlp)
             from pipeline.export.telemetry import over_http
 
             say(f"otlp: {base}/v1/metrics and {base}/v1/traces")
-            sinks.append(over_http(run, board, lock, base))
+            sinks.append(opened.enter_context(closing(over_http(run, board, lock, base))))
         if targets.wandb is not None:
             from pipeline.export.tracking import WandB
 
             tracked = WandB(run, targets.wandb, msgspec.to_builtins(config))
             say(f"wandb: {tracked.url}")
-            sinks.append(tracked)
+            sinks.append(opened.enter_context(closing(tracked)))
     except ModuleNotFoundError as error:
-        _close(sinks)
         raise PipelineError(
             f"the package {error.name!r} is not installed: pip install 'sluice-rl[export]' (wandb: pip install wandb)",
             Exit.MISSING,
         ) from error
-    except PipelineError:
-        _close(sinks)
-        raise
     if not sinks:
         raise PipelineError("nowhere to export to: give --prometheus, --otlp or --wandb", Exit.USAGE)
     return sinks
-
-
-def _close(sinks: Sequence[Any]) -> None:
-    for sink in sinks:
-        sink.close()
 
 
 def address(text: str) -> tuple[str, int]:
