@@ -39,20 +39,6 @@ FIELD = 72
 """Characters of one of its fields."""
 SEARCHES = 6
 """Text searches whose rows are remembered."""
-UNVIEWED = frozenset(
-    {
-        ev.TaskIssued,
-        ev.CreditGranted,
-        ev.WaitStarted,
-        ev.GateClosed,
-        ev.EngineDrained,
-        ev.EngineLoaded,
-        ev.TransferOffered,
-        ev.TransferStarted,
-        ev.TransferFinished,
-    }
-)
-"""Kinds, nearly half of a log, of which nothing is shown that the view holds."""
 PAUSE = 64
 """Blocks that are searched before others get their turn."""
 
@@ -92,8 +78,7 @@ class RunData:
         body = envelope.body
         if type(body) is ev.TrajectoryFinished:
             self.samples.take(row, body)
-        if type(body) not in UNVIEWED:
-            self.view.apply(envelope)
+        self.view.apply(envelope)
 
     # --- at a glance ---
 
