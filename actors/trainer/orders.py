@@ -58,11 +58,7 @@ class Load(msgspec.Struct, frozen=True, tag="load"):
     path: str
 
 
-class Leave(msgspec.Struct, frozen=True, tag="leave"):
-    """Last order; it has no reply."""
-
-
-Order = Build | Step | Score | Export | Save | Load | Leave
+Order = Build | Step | Score | Export | Save | Load
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

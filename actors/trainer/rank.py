@@ -14,13 +14,12 @@ from typing import Any
 
 from actors.trainer import backend, orders
 
-LEFT = 0
 ORPHANED = 3
 """Exit status of a rank whose trainer is gone."""
 
 
 def main() -> None:
-    """Carry out orders until told to leave."""
+    """Carry out orders, for as long as there is a trainer to give them."""
     # Libraries print to standard output: that goes where errors go, and replies keep a handle of their own.
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
@@ -59,14 +58,12 @@ def carry_out(part: Any, order: orders.Order) -> Any:
 
 
 def _listen(todo: queue.SimpleQueue[orders.Order]) -> None:
-    """Queue what comes on standard input; with its end, or the order to leave, the process ends at once."""
+    """Queue what comes on standard input; with its end the process ends at once."""
     while True:
         try:
             order = orders.orders(sys.stdin.buffer)
         except EOFError:
             os._exit(ORPHANED)
-        if isinstance(order, orders.Leave):
-            os._exit(LEFT)
         todo.put(order)
 
 

@@ -122,13 +122,13 @@ def explain(
     found = diagnose(case.model, config, case.now, case.evidence, floor_s)
     if not found.stuck or until is not None or case.stopped:
         return case, found
-    seen = asyncio.run(look_live(run, config)) if case.live else look_into(run, config)
+    seen = asyncio.run(_look_live(run, config)) if case.live else look_into(run, config)
     evidence = msgspec.structs.replace(case.evidence, states=seen.states, heard=seen.heard)
     case = msgspec.structs.replace(case, evidence=evidence)
     return case, diagnose(case.model, config, case.now, evidence, floor_s)
 
 
-async def look_live(run: RunDir, config: RunConfig) -> Evidence:
+async def _look_live(run: RunDir, config: RunConfig) -> Evidence:
     """The states of a live run's actors; nothing if the store does not answer."""
     from pipeline.bus import Bus, BusError
 
