@@ -29,7 +29,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 CORES := $(foreach actor,source collector trainer refit engine gateway recorder,--cov=actors.$(actor).core)
-GATE := --cov=pipeline.bus --cov=actors.buffer $(CORES) --cov=actors.refit.barrier --cov=actors.refit.fleet --cov-branch --cov-report= --cov-fail-under=100
+GATE := --cov=pipeline.bus --cov=actors.buffer $(CORES) $(foreach rules,barrier fleet needs outliers,--cov=actors.refit.$(rules)) --cov-branch --cov-report= --cov-fail-under=100
 
 test: install ## The whole suite; protocol code must keep 100 % branch coverage
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(GATE)

@@ -17,14 +17,12 @@ from typing import Any
 from msgspec.structs import replace
 
 from actors import waits
-from actors.buffer import evals, samplers
-from actors.buffer.samplers import SamplerError
+from actors.buffer import evals
+from actors.buffer.batches import Batches
 from actors.buffer.state import (
     Group,
     Issued,
     State,
-    candidate,
-    group_ref,
     refusal,
     reject,
     with_sample,
@@ -33,10 +31,6 @@ from actors.buffer.state import (
 from config.schema import RunConfig
 from contracts.core import Ack, Booted, Delivered, Emit, Release, Step, Tick
 from contracts.events import (
-    ActorFailed,
-    BatchReady,
-    BufferDepth,
-    CreditGranted,
     DataLost,
     EngineQuarantined,
     GroupDropped,
@@ -54,12 +48,9 @@ from contracts.events import (
     WaitEnded,
     WaitStarted,
 )
-from contracts.sampler import Pool
 
 INTAKE = 256
 """Trajectories taken at a time."""
-AHEAD = 1
-"""Batches that may wait at the trainer beyond the one in training."""
 HISTORY = 8
 """Steps beyond the staleness window for which versions are remembered, so that what comes late is told from what is
 foreign."""
@@ -79,8 +70,7 @@ class BufferCore:
         self.config = config.buffer
         self.steps = config.steps
         self.staleness = config.staleness
-        self.sampler = samplers.load(config.buffer.sampler)
-        self.window = config.window
+        self.batches = Batches(config)
         self.overlong = config.rollout.overlong
         self.max_new_tokens = config.rollout.max_new_tokens
         size = config.eval.groups * config.eval.samples
@@ -328,13 +318,13 @@ class BufferCore:
         while True:
             state, evicted = self._evict(state, now)
             commands += evicted
-            state, chosen, failed = self._choose(state)
+            state, chosen, failed = self.batches.choose(state)
             commands += failed
             if not chosen:
                 break
-            state, emitted = self._emit(state, chosen)
+            state, emitted = self.batches.emit(state, chosen)
             commands += emitted
-        state, granted = self._grant(state)
+        state, granted = self.batches.grant(state)
         wait, ended = waits.follow(state.wait, self._lack(state), "buffer", now)
         return replace(state, wait=wait), (*commands, *granted, *ended)
 
@@ -351,49 +341,6 @@ class BufferCore:
             commands += dropped
         return state, commands
 
-    def _choose(self, state: State) -> tuple[State, tuple[int, ...], tuple[Any, ...]]:
-        """The groups of the next batch; none while the trainer has enough in hand or too few are complete."""
-        step = state.target()
-        if state.base is None or state.stopping or state.broken or state.outstanding() > AHEAD or step >= self.steps:
-            return state, (), ()
-        if len(state.ready) < self.config.groups:
-            return state, (), ()
-        pool = Pool(
-            candidates=tuple(candidate(index, group, step) for index, group in state.ready.items()),
-            holes=samplers.holes(state.closed.floor, state.closed.above, tuple(state.ready)),
-            count=self.config.groups,
-            step=step,
-            max_staleness=self.staleness,
-            window=self.window,
-        )
-        try:
-            chosen = samplers.choose(self.config.sampler, self.sampler, pool)
-        except SamplerError as error:
-            failed = ActorFailed(actor="buffer", error="SamplerError", message=str(error), fatal=True)
-            return replace(state, broken=True), (), (Emit(failed),)
-        return state, chosen if len(chosen) == self.config.groups else (), ()
-
-    def _emit(self, state: State, chosen: tuple[int, ...]) -> Step[State]:
-        step = state.target()
-        groups = tuple(group_ref(index, state.ready[index], step) for index in chosen)
-        flat = sum(state.ready[index].flat() for index in chosen)
-        lags: dict[int, int] = {}
-        for sample in (sample for group in groups for sample in group.samples if sample.valid):
-            lags[sample.lag] = lags.get(sample.lag, 0) + 1
-        closed = state.closed
-        for index in chosen:
-            closed = closed.add(index)
-        batch = BatchReady(batch=state.next_batch, groups=groups)
-        state = replace(state, ready=without(state.ready, *chosen), closed=closed, next_batch=state.next_batch + 1)
-        depth = BufferDepth(
-            batch=batch.batch,
-            ready=len(state.ready),
-            open=len(state.open) + len(state.issued),
-            lags=lags,
-            flat_groups=flat,
-        )
-        return state, (Emit(batch), Emit(depth))
-
     def _drop(self, state: State, index: int, reason: str, now: float) -> Step[State]:
         """Close an open or ready group without training on it."""
         group = state.open.get(index) or state.ready[index]
@@ -407,21 +354,6 @@ class BufferCore:
         event = GroupDropped(task=group.task, index=index, reason=reason, samples=len(group.samples))
         keys = tuple(sample.payload.key for sample in group.samples)
         return state, (Emit(event, correlation=group.task), Release(keys), *_no_longer_late(index, group, now))
-
-    def _grant(self, state: State) -> Step[State]:
-        """Let the source issue what can still be trained within the staleness window, and replace what was dropped.
-
-        A task issued now is sampled from the committed version at the oldest, so it must belong to one of the next
-        `1 + max_staleness` batches after that version. Up to `window` - 1 younger ones may be trained before it, so
-        that many fewer are issued.
-        """
-        if state.base is None or state.committed is None:
-            return state, ()
-        ahead = self.config.groups * (state.committed + 1 + self.staleness - state.base) - (self.window - 1)
-        total = min(ahead, self.config.groups * (self.steps - state.base)) + state.dropped
-        if total <= state.credit:
-            return state, ()
-        return replace(state, credit=total), (Emit(CreditGranted(total=total)),)
 
 
 def _no_longer_late(index: int, group: Group, now: float) -> tuple[Any, ...]:

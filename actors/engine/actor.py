@@ -1,36 +1,32 @@
 """The sidecar: performs what the engine's core decides, on one server that is nobody else's to call.
 
 Operations of a barrier (drain, receive, resume, abandon) run one at a time, in the order in which the core asked for
-them; giving one up cancels it first. The lease is kept by polling two registers of the store.
+them; giving one up cancels it first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from actors.engine import colocated, manifest, server
+from actors.engine import colocated, manifest, probe, server
 from actors.engine.client import CallError, HttpEngineClient
 from actors.engine.core import EngineCore
-from actors.engine.proxy import Grant, Proxy, Refused
+from actors.engine.lease import LeaseKeeper
+from actors.engine.proxy import Proxy
 from actors.engine.server import Server, ServerError
 from actors.engine.state import (
     BARRIER,
-    SERVED,
     Abandon,
     Drain,
     Drained,
     DrainFailed,
     EngineState,
     Exit,
-    Lease,
-    LeaseLapsed,
-    LeaseRenewed,
     Loaded,
     LoadFailed,
     Receive,
@@ -49,8 +45,6 @@ PROBE_S, PROBE_DEADLINE_S, PROBE_MISSES = 2.0, 5.0, 3
 """Pause between two probes of the server, how long one may take, and how many in a row may fail."""
 CALL_S = 5.0
 """How long the server may take to answer a call that has nothing to wait for; beyond that it counts as hung."""
-PROBE_IDS, PROBE_TOKENS = [1, 2, 3, 4], 4
-"""The fixed prompt of refit.verify=probe, within any vocabulary, and how many tokens it is continued by."""
 FLUSH_S = 1.0
 """How long one flush waits for the server to be idle; a drain asks again."""
 
@@ -66,7 +60,8 @@ class EngineShell:
         self.core = EngineCore(actor, config.engine, config.refit)
         self._config = config
         gateway = config.gateway
-        self._proxy = Proxy(self._admit, self._status, gateway.request_deadline_s, gateway.max_body_mib * 2**20)
+        self._lease = LeaseKeeper(self.core)
+        self._proxy = Proxy(self._lease.admit, self._status, gateway.request_deadline_s, gateway.max_body_mib * 2**20)
         self._server: Server | None = None
         self._manifest: manifest.Manifest | None = None
         self._healthy = False
@@ -74,12 +69,10 @@ class EngineShell:
         self._label: str | None = None
         self._operations: dict[asyncio.Task[Any], int] = {}
         self._turn = asyncio.Lock()
-        self._lease = Lease(0, 0, 0.0)
-        self._held_at = 0.0
-        self._lapse_told = False
 
     async def start(self, context: Context) -> None:
         self._context = context
+        self._lease.start(context)
         host = self._config.network.host
         try:
             self._url = await self._proxy.start(host)
@@ -149,7 +142,7 @@ class EngineShell:
         assert self._server is not None
         watches = [
             asyncio.create_task(work)
-            for work in (self._server.ended(), self._probe(), self._poll_lease(), self._guard_lease())
+            for work in (self._server.ended(), self._probe(), self._lease.poll(), self._lease.guard(self._proxy))
         ]
         try:
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
@@ -185,56 +178,6 @@ class EngineShell:
         if loaded is None or found in (None, loaded) or loaded != self._label:
             return None
         return f"the server holds weights {found!r}, but {loaded!r} were loaded: it is another one"
-
-    # --- the lease ---------------------------------------------------------------------------------------------------
-
-    def _admit(self, epoch: int) -> Grant:
-        state: EngineState = self._context.state()
-        now = self._monotonic()
-        if not self.core.admits(state, epoch, self._lease, now):
-            raise Refused(self.core.refusal(state, epoch, self._lease, now))
-        assert state.version is not None
-        return Grant(state.version, state.boot)
-
-    def _monotonic(self) -> float:
-        return self._context.clock.monotonic_ns() / 1e9
-
-    async def _poll_lease(self) -> str:
-        while True:
-            await self._read_lease()
-            await asyncio.sleep(self.core.lease_s / 4)
-
-    async def _read_lease(self) -> None:
-        """Take a reading, unless the store is slow to answer."""
-        seen_at = self._monotonic()
-        try:
-            async with asyncio.timeout(self.core.lease_s / 4):
-                committed = await self._context.register("committed")
-                newest = await self._context.register("epoch")
-        except TimeoutError:
-            return
-        self._lease = Lease(committed, newest, seen_at)
-        state: EngineState = self._context.state()
-        if not self._lease.confirms(state.epoch):
-            return
-        self._held_at, self._lapse_told = seen_at, False
-        if state.mode == "lapsed":
-            self._context.deliver(LeaseRenewed(state.epoch))
-
-    async def _guard_lease(self) -> str:
-        """When no reading has confirmed the served epoch for too long, end what runs under it."""
-        period = self.core.lease_s / 4
-        while True:
-            state: EngineState = self._context.state()
-            left = self._held_at + self.core.lease_s - self._monotonic()
-            if state.mode in SERVED and left <= 0:
-                if not self._lapse_told:
-                    self._lapse_told = True
-                    self._context.log.warning("lease lapsed", epoch=state.epoch, running=self._proxy.running)
-                    self._context.deliver(LeaseLapsed(state.epoch))
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._proxy.abort_running(), period)
-            await asyncio.sleep(min(left, period) if left > 0 else period)
 
     # --- the barrier -------------------------------------------------------------------------------------------------
 
@@ -300,7 +243,7 @@ class EngineShell:
         wrong = None if self._manifest is None else manifest.problem(self._manifest, command.buckets)
         if wrong is not None:
             return LoadFailed(command.epoch, "manifest", "ManifestMismatch", wrong)
-        probe: tuple[float, ...] = ()
+        logprobs: tuple[float, ...] = ()
         phase = "pause"
         try:
             async with asyncio.timeout(self._left(command.deadline_at)):
@@ -324,7 +267,7 @@ class EngineShell:
                 if held is not None and (wrong := manifest.strangers(set(held), command.buckets)) is not None:
                     return LoadFailed(command.epoch, phase, "ManifestMismatch", wrong)
                 if self._config.refit.verify == "probe":
-                    probe = await self._generate_probe(command)
+                    logprobs = await self._continuation(command)
         except TimeoutError:
             return LoadFailed(command.epoch, phase, "Deadline", "the deadline of the refit passed")
         except (CallError, colocated.TransferBroke) as error:
@@ -333,7 +276,7 @@ class EngineShell:
         found = "" if held is None else digest(held)
         seconds = time.monotonic() - started
         self._context.log.info("loaded", epoch=command.epoch, version=command.version, seconds=round(seconds, 3))
-        return Loaded(command.epoch, found, seconds, probe)
+        return Loaded(command.epoch, found, seconds, logprobs)
 
     async def _take(self, command: Receive) -> None:
         context, left = self._context, self._left(command.deadline_at)
@@ -363,33 +306,14 @@ class EngineShell:
         ranks = await self._client.checksums(timeout)
         return ranks[0] if ranks else None
 
-    async def _generate_probe(self, command: Receive) -> tuple[float, ...]:
-        """Generate greedily for a fixed prompt, which leaves no trace in the cache; nothing else is admitted."""
+    async def _continuation(self, command: Receive) -> tuple[float, ...]:
         await self._client.resume(CALL_S)
         self._paused = False
-        body = {
-            "input_ids": PROBE_IDS,
-            "rid": f"probe-{command.epoch:08d}-{self._context.boot:08d}",
-            "sampling_params": {"temperature": 0.0, "max_new_tokens": PROBE_TOKENS, "ignore_eos": True},
-            "return_logprob": True,
-            "stream": False,
-        }
-        answer = await self._client.generate(body, self._left(command.deadline_at))
-        try:
-            logprobs = [float(entry[0]) for entry in answer["meta_info"]["output_token_logprobs"]]
-        except (KeyError, TypeError, IndexError) as error:
-            raise CallError(
-                "/generate", 200, f"the probe was not answered with log-probabilities: {error!r}"
-            ) from error
-        if not all(math.isfinite(value) for value in logprobs):
-            raise CallError("/generate", 200, f"the probe was answered with log-probabilities {logprobs}")
-        if not await self._client.flush(FLUSH_S):
-            raise CallError("/flush_cache", 400, "requests are held after the probe")
-        return tuple(logprobs)
+        rid = f"probe-{command.epoch:08d}-{self._context.boot:08d}"
+        return await probe.logprobs(self._client, rid, self._left(command.deadline_at))
 
     async def _resume(self, command: Resume) -> Resumed | ServerDead:
-        self._held_at, self._lapse_told = self._monotonic(), False
-        await self._read_lease()
+        await self._lease.resumed()
         try:
             await self._client.resume(CALL_S)
         except CallError as error:
@@ -431,7 +355,7 @@ class EngineShell:
             "version": state.version,
             "running": self._proxy.running,
             "healthy": self._healthy and self._server is not None and self._server.alive,
-            "lease_age_s": self._monotonic() - self._lease.seen_at,
+            "lease_age_s": self._lease.age_s(),
         }
 
 

@@ -7,12 +7,12 @@ the collective runs fails the epoch, because every receiver may then hold parts 
 
 from __future__ import annotations
 
-from statistics import median
 from typing import Any
 
 from msgspec.structs import replace
 
 from actors.refit.fleet import Fleet
+from actors.refit.outliers import outliers
 from actors.refit.state import Barrier, Committed, Gate, Group, Offer, Seat, Turn, Wait
 from config.schema import RefitConfig
 from contracts.core import Emit, Raise
@@ -40,8 +40,6 @@ STRIKE_MAX_S = 300.0
 """Longest time an engine that failed again and again is left out."""
 COLLECTIVE_STRIKES = 3
 """A fault in the collective costs the whole fleet an epoch: it weighs as much as three of the engine alone."""
-PROBE_TOLERANCE = 0.02
-"""Most that a log-probability of the probe may differ from the fleet's median: kernels differ, versions differ more."""
 OWN_PHASES = ("flush", "verify")
 """Phases of an engine's failure that no other receiver shares."""
 
@@ -260,21 +258,9 @@ class Barriers:
             self._commit(turn)
 
     def _compare_probes(self, turn: Turn) -> None:
-        """Engines that hold the same weights generate alike: whoever is far from the median stays out."""
-        seats = tuple(s for s in turn.barrier.seats if s.probe)
-        lengths = {len(s.probe) for s in seats}
-        usual = max(lengths, key=lambda length: (sum(len(s.probe) == length for s in seats), length), default=0)
-        alike = [s.probe for s in seats if len(s.probe) == usual]
-        middle = [median(column) for column in zip(*alike, strict=True)]
-        for seat in seats:
-            if len(seat.probe) != usual:
-                reason = f"generated {len(seat.probe)} tokens for the probe, others {usual}"
-                self.expel(turn, seat, "ProbeMismatch", reason)
-                continue
-            off = max(abs(a - b) for a, b in zip(seat.probe, middle, strict=True))
-            if off > PROBE_TOLERANCE:
-                reason = f"log-probabilities of the probe are up to {off:.3g} off the fleet's median"
-                self.expel(turn, seat, "ProbeMismatch", reason)
+        """Whoever generates unlike the fleet stays out."""
+        for seat, reason in outliers(turn.barrier.seats):
+            self.expel(turn, seat, "ProbeMismatch", reason)
 
     def _commit(self, turn: Turn) -> None:
         barrier, now = turn.barrier, turn.now

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from actors.refit.barrier import COLLECTIVE_STRIKES, Barriers
 from actors.refit.fleet import Fleet
+from actors.refit.needs import Needs
 from actors.refit.state import (
     Barrier,
     Engine,
@@ -26,7 +27,6 @@ from actors.refit.state import (
     Local,
     Missed,
     RefitState,
-    Seat,
     Trainer,
     Turn,
     Wait,
@@ -77,8 +77,7 @@ class RefitCore:
         self.barriers = Barriers(refit, self.fleet, actor)
         self._refit = refit
         self._start_deadline_s = launch.start_deadline_s
-        self._size = engine.count
-        self._gateways = tuple(f"gateway-{i}" for i in range(gateway.count))
+        self._needs = Needs(refit.every, engine.count, gateway.count)
         self._actor = actor
 
     def initial(self) -> RefitState:
@@ -193,15 +192,11 @@ class RefitCore:
 
     # --- the fleet ---------------------------------------------------------------------------------------------------
 
-    def _names(self, state: RefitState) -> tuple[str, ...]:
-        """The engines that the run is to have."""
-        return tuple(f"engine-{i}" for i in range(self._size if state.size is None else state.size))
-
     def _engine_ready(self, turn: Turn, event: EngineReady, actor_boot: int) -> None:
         known = turn.state.engines.get(event.engine)
         if known is not None and (event.boot < known.boot or (event.boot == known.boot and known.up)):
             return
-        if known is not None and event.engine not in self._names(turn.state):
+        if known is not None and event.engine not in self._needs.names(turn.state):
             return
         if known is not None and event.boot > known.boot:
             self._engine_down(turn, event.engine, "Restarted", f"was restarted as boot {event.boot}")
@@ -287,9 +282,9 @@ class RefitCore:
     def _idle(self, turn: Turn) -> None:
         self._shrink(turn)
         state, now = turn.state, turn.now
-        if not self._need(state, now):
+        if not self._needs.due(state, now):
             return
-        missing = self._missing(state)
+        missing = self._needs.missing(state)
         if not missing and now >= state.retry_at:
             self._begin(turn)
         elif missing and state.wait is not None and _for_fleet(state.wait) and now >= state.wait.deadline_at:
@@ -302,39 +297,12 @@ class RefitCore:
 
     def _shrink(self, turn: Turn) -> None:
         """Engines that the run was scaled down by; they serve until a commit without them."""
-        names = self._names(turn.state)
+        names = self._needs.names(turn.state)
         for name, engine in turn.state.engines.items():
             if name not in names and engine.health != "retired":
                 self.fleet.retire(turn, name, f"the run was scaled to {len(names)} engines")
                 if turn.state.group is not None and any(m.engine == name for m in turn.state.group.members):
                     turn.set(group=None)
-
-    def _need(self, state: RefitState, now: float) -> bool:
-        """A new version is due, the trainer was restored, or members are up that don't serve the last commit."""
-        committed, trainer = state.committed, state.trainer
-        if state.stopping or state.halted:
-            return False
-        if committed is None or state.failures:
-            return True
-        if trainer is not None and trainer.versions:
-            due = trainer.versions[-1][1] - committed.step >= self._refit.every
-            if due or trainer.boot != committed.trainer_boot:
-                return True
-        engines = state.engines.values()
-        if any(e.serving and not e.up for e in engines):  # retired, and not yet told by a commit
-            return True
-        joining = any(e.up and not e.serving and e.eligible_at <= now for e in engines)
-        return joining or any(g.up and not g.open for g in state.gateways.values())
-
-    def _missing(self, state: RefitState) -> tuple[str, ...]:
-        """Who must be ready before an epoch can begin, and isn't: one engine and the trainer, at the start all."""
-        names = self._names(state)
-        trainer = () if state.trainer is not None and state.trainer.versions else ("trainer",)
-        engines = tuple(n for n in names if n not in state.engines or not state.engines[n].up)
-        if not state.gathering:
-            return (*(engines if len(engines) == len(names) else ()), *trainer)
-        gateways = tuple(n for n in self._gateways if n not in state.gateways or not state.gateways[n].up)
-        return (*engines, *gateways, *trainer)
 
     def _begin(self, turn: Turn) -> None:
         epoch = turn.state.epoch + 1
@@ -347,7 +315,7 @@ class RefitCore:
         if state.phase != "opening" or epoch != state.epoch:
             return
         turn.set(phase="idle")
-        if self._need(state, turn.now) and not self._missing(state):
+        if self._needs.due(state, turn.now) and not self._needs.missing(state):
             self._request(turn)
 
     def _request(self, turn: Turn) -> None:
@@ -363,7 +331,7 @@ class RefitCore:
             requested_at=now,
             drain_at=now + min(self._refit.drain_deadline_s, self._refit.deadline_s),
             deadline_at=now + self._refit.deadline_s,
-            seats=self._seats(state, now),
+            seats=self._needs.seats(state, now),
             gates=tuple(Gate(name, g.boot, silent=g.silent) for name, g in sorted(state.gateways.items())),
         )
         turn.set(
@@ -391,19 +359,13 @@ class RefitCore:
             gateways=[m.actor for m in request.gateways],
         )
 
-    def _seats(self, state: RefitState, now: float) -> tuple[Seat, ...]:
-        """Engines that are up and not left out for their faults; all that are up when there would be none."""
-        up = [(name, e) for name, e in sorted(state.engines.items()) if e.up]
-        chosen = [(name, e) for name, e in up if e.eligible_at <= now] or up
-        return tuple(Seat(name, e.boot, e.ranks) for name, e in chosen)
-
     # --- waits -------------------------------------------------------------------------------------------------------
 
     def _wait(self, state: RefitState, now: float) -> tuple[Wait | None, str]:
         if state.barrier is not None:
             return self.barriers.wait(state.barrier)
-        missing = self._missing(state)
-        if state.phase != "idle" or not missing or not self._need(state, now):
+        missing = self._needs.missing(state)
+        if state.phase != "idle" or not missing or not self._needs.due(state, now):
             return None, ""
         on = ",".join(missing)
         since = state.wait.since if state.wait is not None and _for_fleet(state.wait) else now

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from actors.startup import uncollected
-from actors.trainer.core import (
+from actors.trainer.core import TrainerCore
+from actors.trainer.state import (
     Abandon,
     Load,
     Loaded,
@@ -28,7 +29,6 @@ from actors.trainer.core import (
     Sent,
     Train,
     Trained,
-    TrainerCore,
     TransferBroke,
 )
 from config.schema import RunConfig

@@ -11,7 +11,7 @@ from actors.gateway import core as gateway_core
 from actors.refit import core as refit_core
 from actors.refit import state as refit
 from actors.source import core as source
-from actors.trainer import core as trainer
+from actors.trainer.core import TrainerCore
 from config.schema import RunConfig
 from contracts.events import Provenance
 from pipeline.simulate.quiet import Quiet
@@ -117,7 +117,7 @@ def shells(config: RunConfig) -> dict[str, Any]:
         "refit": RefitSim(
             refit_core.RefitCore(config.refit, config.engine, config.gateway, config.launch, config.fleet)
         ),
-        "trainer": TrainerSim(trainer.TrainerCore(config), wires),
+        "trainer": TrainerSim(TrainerCore(config), wires),
         "buffer": Quiet(BufferCore(config)),
         "source": SourceSim(source.SourceCore(config, "source")),
     }

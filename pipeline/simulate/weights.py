@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from actors.trainer import core as trainer
+from actors.trainer import state as trainer
 from contracts.events import Bucket, TensorSpec
 from pipeline.simulate.quiet import Quiet
 

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.trainer.core import Pending, TrainerCore
+from actors.trainer.core import TrainerCore
+from actors.trainer.state import Pending
 from config.schema import BufferConfig
 from contracts.events import ActorFailed, GroupDropped
 from pipeline.bus import Committed

@@ -15,7 +15,7 @@ from actors.collector import core as collector
 from actors.engine import state as engine
 from actors.refit import core as refit_core
 from actors.source import core as source
-from actors.trainer import core as trainer
+from actors.trainer import state as trainer
 from config.schema import BufferConfig, EngineConfig, RefitConfig, RunConfig
 from contracts.core import Emit
 from contracts.events import DataLost, EngineDead, RefitCommitted, RefitRequested, WaitStarted
@@ -141,9 +141,9 @@ def result_is_poison(scene: Scene) -> None:
 
 
 def credit_is_not_returned(scene: Scene) -> None:
-    core: Any = scene["buffer"].core
-    grant = core._grant
-    core._grant = lambda state: grant(replace(state, dropped=0))
+    batches: Any = scene["buffer"].core.batches
+    grant = batches.grant
+    batches.grant = lambda state: grant(replace(state, dropped=0))
     scene.swallow("collector-0", collector.Rollout, _fail_group(scene, 14))
 
 

@@ -467,7 +467,7 @@ def test_events_that_say_nothing_to_it_change_nothing() -> None:
 def test_a_window_holds_back_as_much_credit_as_may_overtake_a_group():
     buffer = started(groups=4, max_staleness=2, sampler="windowed", window=3, steps=4)
     assert buffer.state.credit == 4 * 3 - 2
-    assert started(groups=4, max_staleness=2, sampler="windowed", steps=4).core.window == 3, "a quarter of 9"
+    assert started(groups=4, max_staleness=2, sampler="windowed", steps=4).core.batches.window == 3, "a quarter of 9"
     buffer.stepped(1)
     buffer.commit(1)
     assert buffer.state.credit == 4 * 4 - 2

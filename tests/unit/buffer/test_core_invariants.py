@@ -290,7 +290,7 @@ class Run(RuleBasedStateMachine):
     @invariant()
     def credit_bounds_the_groups_outstanding(self) -> None:
         outstanding = len(self.issued) - len(self.batched) - len(self.dropped)
-        assert outstanding <= self.groups * (1 + self.staleness) - (self.buffer.core.window - 1)
+        assert outstanding <= self.groups * (1 + self.staleness) - (self.buffer.core.batches.window - 1)
         assert len(self.issued) - len(self.dropped) <= self.groups * STEPS
 
     @invariant()

@@ -356,7 +356,7 @@ async def test_a_newer_epoch_in_the_store_ends_admissions_before_its_event_arriv
     async with benches(config(lease_s=2.0)) as bench:
         await bench.serve(1)
         bench.driver.registers["epoch"] = 2
-        await bench.driver.shell._read_lease()
+        await bench.driver.shell._lease.renew()
         status, answer, _ = await bench.generate(1)
         assert (status, "2 was the newest" in answer["error"]["message"]) == (409, True)
         assert bench.driver.state().mode == "serving"
@@ -378,7 +378,7 @@ async def test_an_outage_of_the_store_ends_serving_and_its_end_renews_the_lease(
         await bench.driver.until(lambda: (WaitEnded, "store") in waits(), "end of the wait for the store")
         assert (WaitStarted, "store") in waits()
         assert bench.driver.state().mode == "serving"
-        await bench.driver.shell._read_lease()
+        await bench.driver.shell._lease.renew()
         request = bench.generate(1, "r-3")
         await bench.server.came("/generate", 2)
         bench.server.finish("r-3")

@@ -110,7 +110,7 @@ class Drive:
 
     def fleet(self, version: int = 0, step: int = 0) -> list[Any]:
         """All members become ready, as boot 1."""
-        engines = [engine_ready(n) for n in range(self.core._size)]
+        engines = [engine_ready(n) for n in range(len(self.core._needs.names(self.state)))]
         return self.hear(GatewayReady(gateway="gateway-0", boot=1, url="g"), *engines, policy_ready(version, step))
 
     def open(self) -> list[Any]:

@@ -151,7 +151,7 @@ def test_a_test_is_written_that_passes_now_and_fails_when_a_core_changes(stalled
     assert done.returncode == 0, done.stdout
     assert "2 passed" in done.stdout
     broken = tmp_path / "conftest.py"
-    broken.write_text("import actors.buffer.core\nactors.buffer.core.AHEAD = 0\n")
+    broken.write_text("import actors.buffer.batches\nactors.buffer.batches.AHEAD = 0\n")
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1, done.stdout
     assert "test_long_tail_replays_as_recorded" in done.stdout

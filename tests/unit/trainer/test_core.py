@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.trainer import core
-from actors.trainer.core import QUEUE, State, TrainerCore, reward_metrics
+from actors.trainer import state as trainer
+from actors.trainer.core import QUEUE, TrainerCore, reward_metrics
+from actors.trainer.state import State
 from config.schema import CheckpointConfig, RunConfig
 from contracts import events
 from contracts.core import Ack, Booted, Delivered, Emit, Ref, Release, Tick
@@ -53,20 +54,22 @@ class Driver:
 
     def boot(self, boot: int = 1) -> list[Any]:
         self.feed(Booted(boot))
-        return self.feed(core.Loaded(version=self.state.version))
+        return self.feed(trainer.Loaded(version=self.state.version))
 
     def trained(self, seconds: float = 0.5) -> list[Any]:
-        return self.feed(core.Trained(version=self.state.highest + 1, metrics={"loss": 1.0}, seconds=seconds, tokens=7))
+        return self.feed(
+            trainer.Trained(version=self.state.highest + 1, metrics={"loss": 1.0}, seconds=seconds, tokens=7)
+        )
 
     def saved(self) -> list[Any]:
         version = self.state.version
-        return self.feed(core.Saved(version=version, path=f"/c/{version}", bytes=3, seconds=0.1))
+        return self.feed(trainer.Saved(version=version, path=f"/c/{version}", bytes=3, seconds=0.1))
 
 
 def test_the_first_boot_announces_version_zero_of_step_zero():
     driver = Driver()
-    assert driver.feed(Booted(1)) == [core.Load(path=None, version=0)]
-    ready, waiting = emitted(driver.feed(core.Loaded(version=0)))
+    assert driver.feed(Booted(1)) == [trainer.Load(path=None, version=0)]
+    ready, waiting = emitted(driver.feed(trainer.Loaded(version=0)))
     assert ready == events.PolicyReady(version=0, step=0, parent_version=None, trainer_boot=1)
     assert (waiting.on, waiting.cause) == ("buffer", "no batch for step 1")
 
@@ -98,9 +101,9 @@ def test_a_batch_is_acked_only_once_two_checkpoints_cover_it():
     driver = Driver(every=2)
     driver.boot()
     driver.feed(batch(0))
-    assert not any(isinstance(c, Ack | Release | core.Save) for c in driver.trained())
+    assert not any(isinstance(c, Ack | Release | trainer.Save) for c in driver.trained())
     driver.feed(batch(1))
-    assert driver.trained()[-1] == core.Save(version=2, step=2, batch=1, entry="2-0")
+    assert driver.trained()[-1] == trainer.Save(version=2, step=2, batch=1, entry="2-0")
     commands = driver.saved()
     assert emitted(commands)[0].batch == 1
     assert not any(isinstance(c, Ack | Release) for c in commands)
@@ -110,7 +113,7 @@ def test_a_batch_is_acked_only_once_two_checkpoints_cover_it():
         s.payload.key for n in (0, 1) for g in batch(n).envelope.body.groups for s in g.samples
     )
     assert [c.ref.entry for c in commands if isinstance(c, Ack)] == ["1-0", "2-0"]
-    assert core.Prune() in commands, "older checkpoints go only once the newer one is announced"
+    assert trainer.Prune() in commands, "older checkpoints go only once the newer one is announced"
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_what_it_alone_covered_is_trained_again():
@@ -121,22 +124,22 @@ def test_a_damaged_checkpoint_is_passed_over_and_what_it_alone_covered_is_traine
     driver.feed(batch(4))
     driver.trained()
     driver.feed(batch(5))
-    assert driver.feed(Booted(2)) == [core.Load(path="/c/4", version=6)]
-    failed, load = driver.feed(core.LoadFailed(version=6, reason="/c/4 differs"))
-    assert load == core.Load(path="/c/2", version=6)
+    assert driver.feed(Booted(2)) == [trainer.Load(path="/c/4", version=6)]
+    failed, load = driver.feed(trainer.LoadFailed(version=6, reason="/c/4 differs"))
+    assert load == trainer.Load(path="/c/2", version=6)
     assert failed.event.message == "/c/4 differs; going on from /c/2 (step 2), batches 2 to 3 are trained again"
     assert not failed.event.fatal
-    commands = driver.feed(core.Loaded(version=6))
+    commands = driver.feed(trainer.Loaded(version=6))
     ready = emitted(commands)[0]
     assert (ready.step, ready.parent_version, ready.abandoned) == (2, 2, (3, 4, 5))
     order = []
-    trains = [c for c in commands if isinstance(c, core.Train)]
+    trains = [c for c in commands if isinstance(c, trainer.Train)]
     while trains:
         order.append((trains[0].batch.batch, trains[0].step, trains[0].version))
         commands = driver.trained()
-        if any(isinstance(c, core.Save) for c in commands):
+        if any(isinstance(c, trainer.Save) for c in commands):
             commands = driver.saved()
-        trains = [c for c in commands if isinstance(c, core.Train)]
+        trains = [c for c in commands if isinstance(c, trainer.Train)]
     assert order == [(2, 3, 7), (3, 4, 8), (4, 5, 9), (5, 6, 10)]
 
 
@@ -145,8 +148,8 @@ def test_the_first_checkpoint_falls_back_on_the_initial_model():
     driver.boot()
     run_batches(driver, 0)
     driver.feed(Booted(2))
-    failed, load = driver.feed(core.LoadFailed(version=2, reason="torn"))
-    assert load == core.Load(path=None, version=2)
+    failed, load = driver.feed(trainer.LoadFailed(version=2, reason="torn"))
+    assert load == trainer.Load(path=None, version=2)
     assert "going on from the initial model (step 0)" in failed.event.message
 
 
@@ -156,18 +159,18 @@ def test_without_a_checkpoint_to_fall_back_on_the_run_ends_with_the_reason():
     run_batches(driver, 0)
     run_batches(driver, 1)
     driver.feed(Booted(2))
-    driver.feed(core.LoadFailed(version=3, reason="/c/2 torn"))
-    (failed,) = driver.feed(core.LoadFailed(version=3, reason="/c/1 torn"))
+    driver.feed(trainer.LoadFailed(version=3, reason="/c/2 torn"))
+    (failed,) = driver.feed(trainer.LoadFailed(version=3, reason="/c/1 torn"))
     assert failed.event.fatal
     assert failed.event.message.startswith("/c/1 torn; the run can't go on")
-    assert driver.feed(Booted(3)) == [core.Load(path="/c/1", version=4)], "a repaired one is tried again"
+    assert driver.feed(Booted(3)) == [trainer.Load(path="/c/1", version=4)], "a repaired one is tried again"
 
 
 def test_news_of_a_load_that_is_over_changes_nothing():
     driver = Driver()
     driver.boot()
     state = driver.state
-    assert driver.feed(core.LoadFailed(version=0, reason="late")) == []
+    assert driver.feed(trainer.LoadFailed(version=0, reason="late")) == []
     assert driver.state == state
 
 
@@ -176,7 +179,7 @@ def test_a_batch_that_only_the_newest_checkpoint_covers_is_not_trained_twice():
     driver.boot()
     run_batches(driver, 0)
     driver.feed(Booted(2))
-    driver.feed(core.Loaded(version=2))
+    driver.feed(trainer.Loaded(version=2))
     assert driver.feed(batch(0)) == []
 
 
@@ -191,15 +194,15 @@ def test_after_a_crash_uncovered_batches_are_trained_again_in_order_and_their_ve
         driver.feed(batch(number))
         driver.trained()
     driver.feed(batch(5))
-    assert driver.feed(Booted(2)) == [core.Load(path="/c/3", version=6)]
-    commands = driver.feed(core.Loaded(version=6))
+    assert driver.feed(Booted(2)) == [trainer.Load(path="/c/3", version=6)]
+    commands = driver.feed(trainer.Loaded(version=6))
     ready = emitted(commands)[0]
     assert (ready.step, ready.parent_version, ready.abandoned) == (3, 3, (4, 5))
-    trains = [c for c in commands if isinstance(c, core.Train)]
+    trains = [c for c in commands if isinstance(c, trainer.Train)]
     order = []
     while trains:
         order.append((trains[0].batch.batch, trains[0].version))
-        trains = [c for c in driver.trained() if isinstance(c, core.Train)]
+        trains = [c for c in driver.trained() if isinstance(c, trainer.Train)]
     assert order == [(3, 7), (4, 8), (5, 9)]
 
 
@@ -217,7 +220,7 @@ def test_the_last_step_is_saved_before_training_is_declared_finished():
     driver = Driver(steps=1, every=100)
     driver.boot()
     driver.feed(batch(0))
-    assert isinstance(driver.trained()[-1], core.Save)
+    assert isinstance(driver.trained()[-1], trainer.Save)
     assert isinstance(emitted(driver.saved())[-1], events.TrainingFinished)
     assert driver.core.intake(driver.state) == {}
 
@@ -237,7 +240,7 @@ def test_stopping_saves_what_is_trained_and_then_leaves(moment: str):
     if moment != "off":
         driver.feed(Booted(1))
     if moment not in ("off", "loading"):
-        driver.feed(core.Loaded(version=0))
+        driver.feed(trainer.Loaded(version=0))
     if moment in ("training", "saving", "uncovered"):
         driver.feed(batch(0))
     if moment in ("saving", "uncovered"):
@@ -266,7 +269,7 @@ def test_a_run_that_is_started_again_goes_on_training(idle: bool):
     driver.feed(delivered(events.RunStopping(reason="ctrl-c")))
     driver.feed(delivered(events.RunStarted(config_digest="d", resumed=True)))
     if idle:
-        assert isinstance(driver.feed(batch(0))[-1], core.Train)
+        assert isinstance(driver.feed(batch(0))[-1], trainer.Train)
     driver.trained()
     assert driver.state.step == 1
     assert not driver.core.done(driver.state)
@@ -279,14 +282,14 @@ def test_a_transfer_is_offered_sent_and_reported_under_its_epoch():
     requested = events.RefitRequested(
         epoch=4, version=0, step=0, engines=(), gateways=(), drain="finish", deadline_at=70.0
     )
-    assert driver.feed(delivered(requested)) == [core.Abandon(3), core.Offer(4, 0, 60.0)]
+    assert driver.feed(delivered(requested)) == [trainer.Abandon(3), trainer.Offer(4, 0, 60.0)]
     assert driver.feed(delivered(requested)) == []
-    offered = core.Offered(epoch=4, version=0, address="h", port=1, buckets=(), bytes=9, digest="d")
+    offered = trainer.Offered(epoch=4, version=0, address="h", port=1, buckets=(), bytes=9, digest="d")
     assert emitted(driver.feed(offered))[0].trainer_boot == 1
     driver.now = 12.0
     started = events.TransferStarted(epoch=4, version=0, group="g", fresh=True, members=(), world_size=3)
-    assert driver.feed(delivered(started)) == [core.Send(started, 58.0)]
-    assert emitted(driver.feed(core.Sent(epoch=4, version=0, seconds=1.0, bytes=9)))[0].bytes == 9
+    assert driver.feed(delivered(started)) == [trainer.Send(started, 58.0)]
+    assert emitted(driver.feed(trainer.Sent(epoch=4, version=0, seconds=1.0, bytes=9)))[0].bytes == 9
 
 
 @pytest.mark.parametrize("end", ["sent", "broke", "failed", "committed"])
@@ -299,12 +302,12 @@ def test_a_stopping_trainer_stays_until_the_barrier_does_not_need_it(end: str):
     driver.feed(delivered(requested))
     driver.feed(delivered(events.RunStopping(reason="trained")))
     assert not driver.core.done(driver.state)
-    driver.feed(core.Offered(epoch=4, version=0, address="h", port=1, buckets=(), bytes=9, digest="d"))
+    driver.feed(trainer.Offered(epoch=4, version=0, address="h", port=1, buckets=(), bytes=9, digest="d"))
     assert not driver.core.done(driver.state)
     if end == "sent":
-        driver.feed(core.Sent(epoch=4, version=0, seconds=1.0, bytes=9))
+        driver.feed(trainer.Sent(epoch=4, version=0, seconds=1.0, bytes=9))
     elif end == "broke":
-        driver.feed(core.TransferBroke(epoch=4, phase="join", error="TimeoutError", reason="late"))
+        driver.feed(trainer.TransferBroke(epoch=4, phase="join", error="TimeoutError", reason="late"))
     elif end == "failed":
         driver.feed(delivered(events.RefitFailed(epoch=4, version=0, phase="join", reason="x")))
     else:
@@ -322,13 +325,13 @@ def test_late_results_and_requests_of_older_epochs_have_no_effect():
         epoch=4, version=0, step=0, engines=(), gateways=(), drain="finish", deadline_at=70.0
     )
     driver.feed(delivered(requested))
-    assert driver.feed(core.Sent(epoch=3, version=0, seconds=1.0, bytes=9)) == []
+    assert driver.feed(trainer.Sent(epoch=3, version=0, seconds=1.0, bytes=9)) == []
     old = events.TransferStarted(epoch=3, version=0, group="g", fresh=True, members=(), world_size=3)
     assert driver.feed(delivered(old)) == []
     assert driver.feed(delivered(events.RefitFailed(epoch=3, version=0, phase="drain", reason="x"))) == []
-    assert driver.feed(core.Loaded(version=0)) == []
-    assert driver.feed(core.Saved(version=0, path="p", bytes=1, seconds=1.0)) == []
-    assert driver.feed(core.Trained(version=1, metrics={}, seconds=1.0, tokens=1)) == []
+    assert driver.feed(trainer.Loaded(version=0)) == []
+    assert driver.feed(trainer.Saved(version=0, path="p", bytes=1, seconds=1.0)) == []
+    assert driver.feed(trainer.Trained(version=1, metrics={}, seconds=1.0, tokens=1)) == []
     assert driver.feed(Tick()) == []
     assert driver.core.wake(driver.state) is None
 
@@ -340,12 +343,12 @@ def test_a_broken_or_failed_transfer_is_reported_and_abandoned():
         epoch=1, version=0, step=0, engines=(), gateways=(), drain="finish", deadline_at=70.0
     )
     driver.feed(delivered(requested))
-    broke = core.TransferBroke(epoch=1, phase="join", error="TimeoutError", reason="engine-1 never came")
+    broke = trainer.TransferBroke(epoch=1, phase="join", error="TimeoutError", reason="engine-1 never came")
     assert emitted(driver.feed(broke))[0] == events.TransferFailed(
         epoch=1, phase="join", error="TimeoutError", reason="engine-1 never came"
     )
     failed = events.RefitFailed(epoch=1, version=0, phase="join", reason="x")
-    assert driver.feed(delivered(failed)) == [core.Abandon(1)]
+    assert driver.feed(delivered(failed)) == [trainer.Abandon(1)]
 
 
 def test_intake_never_exceeds_the_queue():
@@ -386,7 +389,7 @@ class World:
         for command in commands:
             if isinstance(command, Ack):
                 del self.pending[command.ref.entry]
-            elif isinstance(command, core.Load | core.Train | core.Save):
+            elif isinstance(command, trainer.Load | trainer.Train | trainer.Save):
                 self.ops.append(command)
             elif isinstance(command, Emit) and isinstance(command.event, events.StepFinished | events.PolicyReady):
                 self.versions.append(command.event.version)
@@ -416,14 +419,14 @@ class World:
         if not self.ops:
             return
         command = self.ops.pop()
-        if isinstance(command, core.Load):
+        if isinstance(command, trainer.Load):
             if self.torn and command.path:
                 self.torn = False
-                self.absorb(self.driver.feed(core.LoadFailed(version=command.version, reason="torn")))
+                self.absorb(self.driver.feed(trainer.LoadFailed(version=command.version, reason="torn")))
                 return
             self.memory = list(self.disk[command.path]) if command.path else []
-            self.absorb(self.driver.feed(core.Loaded(version=command.version)))
-        elif isinstance(command, core.Train):
+            self.absorb(self.driver.feed(trainer.Loaded(version=command.version)))
+        elif isinstance(command, trainer.Train):
             self.memory.append(command.batch.batch)
             self.absorb(self.driver.trained())
         else:

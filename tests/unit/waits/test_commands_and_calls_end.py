@@ -32,7 +32,7 @@ from actors.refit.state import Missed
 from actors.refit.state import Watch as Probe
 from actors.refit.transports import Sender
 from actors.trainer.actor import TrainerShell
-from actors.trainer.core import Offer, TransferBroke
+from actors.trainer.state import Offer, TransferBroke
 from config.schema import EngineConfig, FleetConfig, LaunchConfig, RunConfig
 from contracts.engine import EngineClient
 from contracts.events import Bucket, TensorSpec

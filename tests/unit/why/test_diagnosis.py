@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from actors.trainer import core as trainer
+from actors.trainer import state as trainer
 from contracts import events
 from contracts.events import GateClosed, TransferOffered
 from pipeline.why.diagnosis import cycles, diagnose
