@@ -43,7 +43,7 @@ class Moment(msgspec.Struct, frozen=True):
 def parse(text: str) -> Moment:
     """Read what a person wrote. Raises `PipelineError` naming the forms."""
     head = text.removesuffix("-0")
-    if head.isdigit():
+    if head.isascii() and head.isdigit():
         return Moment(position=int(head))
     if text.startswith("+"):
         try:

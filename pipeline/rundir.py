@@ -113,10 +113,12 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """An existing run's directory. Raises `PipelineError` if there is no run in it."""
+        """An existing run's directory. Raises `PipelineError` if there is no run in it, or its run.json is damaged."""
         if not (path / "run.json").is_file():
             raise PipelineError(f"{path} holds no run (it has no run.json)", Exit.USAGE)
-        return cls(path)
+        opened = cls(path)
+        opened.info()
+        return opened
 
     @classmethod
     def find(cls, run: str | None) -> RunDir:

@@ -39,7 +39,8 @@ class Targets(msgspec.Struct, frozen=True):
 def run(directory: RunDir, config: RunConfig, targets: Targets, say: Callable[[str], None]) -> int:
     """Export until the run has finished, or its archive ends; answers how many events were read.
 
-    Raises `PipelineError` for a target that is malformed, can't be served, or lacks its package.
+    Raises `PipelineError` for a target that is malformed, can't be served, or lacks its package, and at the end for a
+    collector that refused something.
     """
     board, lock = Board(), Lock()
     with ExitStack() as opened:
@@ -73,10 +74,10 @@ def _open(
             sinks.append(opened.enter_context(closing(served)))
         if targets.otlp is not None:
             base = endpoint(targets.otlp)
-            from pipeline.export.telemetry import over_http
+            from pipeline.export.otlp import Otlp
 
             say(f"otlp: {base}/v1/metrics and {base}/v1/traces")
-            sinks.append(opened.enter_context(closing(over_http(run, board, lock, base))))
+            sinks.append(opened.enter_context(closing(Otlp(run, board, lock, base))))
         if targets.wandb is not None:
             from pipeline.export.tracking import WandB
 
@@ -96,7 +97,7 @@ def _open(
 def address(text: str) -> tuple[str, int]:
     """`PORT` at loopback, or `HOST:PORT`. Raises `PipelineError`."""
     host, _, port = text.rpartition(":")
-    if not port.isdigit() or not 0 <= int(port) < 65536:
+    if not (port.isascii() and port.isdigit()) or not 0 <= int(port) < 65536:
         raise PipelineError(f"--prometheus {text!r}: write PORT or HOST:PORT, PORT from 0 to 65535", Exit.USAGE)
     return host.strip("[]") or "127.0.0.1", int(port)
 

@@ -1,15 +1,14 @@
-"""OpenTelemetry: figures as metrics, optimizer steps and refits as spans, over OTLP/HTTP."""
+"""OpenTelemetry: figures as metrics, optimizer steps and refits as spans."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
 from threading import Lock
-from typing import Any
 
 from opentelemetry.metrics import CallbackOptions, Observation
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+from opentelemetry.sdk.metrics.export import MetricReader
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
@@ -22,8 +21,8 @@ from contracts.events import Event
 from pipeline.export.figures import Figure, figures
 from pipeline.top.board import Board
 
-PERIOD_S = 10.0
-"""Seconds between two exports of metrics."""
+ANNOUNCE_EVERY = 64
+"""Events from one look for figures that are new to the next."""
 CLOSE_S = 10.0
 """How long a last export may take."""
 
@@ -40,12 +39,15 @@ class Telemetry:
         self._tracers.add_span_processor(BatchSpanProcessor(spans))
         self._tracer = self._tracers.get_tracer("sluice")
         self._known: set[str] = set()
+        self._found: dict[str, list[Observation]] = {}
+        """Figure -> its values of this collection, until its instrument has taken them."""
         self._begun: dict[int, tuple[int, int]] = {}
         """Epoch -> (version, ns since the Unix epoch)."""
 
     def take(self, envelope: Envelope[Event], row: Row | None) -> None:
         """Close the spans that this event ends, and announce figures that are new."""
-        self._announce()
+        if self._board.model.events % ANNOUNCE_EVERY == 1:
+            self._announce()
         body, wall_ns = envelope.body, envelope.wall_ns
         match body:
             case events.RefitRequested():
@@ -73,8 +75,6 @@ class Telemetry:
 
     def _announce(self) -> None:
         """An instrument for each figure that the board has by now."""
-        if self._board.model.events % 64 != 1:
-            return
         with self._lock:
             found = self._figures()
         for each in found:
@@ -86,10 +86,16 @@ class Telemetry:
                 make(each.name, [self._observer(each.name)], description=each.help)
 
     def _observer(self, name: str) -> Callable[[CallbackOptions], Iterable[Observation]]:
+        """A collection asks every instrument once; the first one that finds nothing left makes the figures of all."""
+
         def observe(_: CallbackOptions) -> Sequence[Observation]:
-            with self._lock:
-                found = self._figures()
-            return [Observation(each.value, dict(each.labels)) for each in found if each.name == name]
+            if name not in self._found:
+                with self._lock:
+                    found = self._figures()
+                self._found = {known: [] for known in tuple(self._known)}
+                for each in found:
+                    self._found.setdefault(each.name, []).append(Observation(each.value, dict(each.labels)))
+            return self._found.pop(name)
 
         return observe
 
@@ -99,17 +105,7 @@ class Telemetry:
 
     def close(self) -> None:
         """Send what is left; gives up after `CLOSE_S`."""
+        self._announce()
         self._tracers.force_flush(int(CLOSE_S * 1000))
         self._tracers.shutdown()
         self._meters.shutdown(CLOSE_S * 1000)
-
-
-def over_http(run: str, board: Board, lock: Lock, endpoint: str) -> Telemetry:
-    """`endpoint`: the collector's base, such as http://127.0.0.1:4318."""
-    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
-    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-
-    base = endpoint.rstrip("/")
-    metrics: Any = OTLPMetricExporter(f"{base}/v1/metrics", timeout=CLOSE_S)
-    reader = PeriodicExportingMetricReader(metrics, PERIOD_S * 1000)
-    return Telemetry(run, board, lock, reader, OTLPSpanExporter(f"{base}/v1/traces", timeout=CLOSE_S))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
+import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,18 +14,12 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
-from actors.models import ModelError
-from actors.recorder.archive import ArchiveError
 from config.schema import RunConfig
-from contracts import events as ev
-from contracts.trajectory import TrajectoryError
 from pipeline.errors import Exit, PipelineError
-from pipeline.moments import parse
 from pipeline.rundir import RunDir
-from pipeline.selection import Filter
-from pipeline.ui import _samples, _trajectory
-from pipeline.ui._index import Query
+from pipeline.ui._answers import ANSWERS, SOURCE, TOKENIZER, Refused, status
 from pipeline.ui._source import Source
 
 STATIC = Path(__file__).parent / "static"
@@ -39,10 +34,6 @@ WRITE_S = 30.0
 CLOSE_S = 10.0
 LISTENERS = 32
 """Pages that may follow at once."""
-TEXT = 200
-"""Longest text that may be searched for."""
-WIDTH = 8000
-"""Widest timeline in pixels."""
 HEADERS = {
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -61,14 +52,8 @@ FILES = {
 }  # fmt: skip
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-SOURCE = web.AppKey("source", Source)
 TASK = web.AppKey("task", asyncio.Task)
-TOKENIZER = web.AppKey("tokenizer", dict)
 OPEN = web.AppKey("open", set)
-
-
-class Refused(Exception):
-    """A request asks for what makes no sense: the message says which parameter, and what it may be."""
 
 
 def app(run: RunDir, config: RunConfig, host: str, clock: Callable[[], float] = time.time) -> web.Application:
@@ -177,112 +162,6 @@ def _json(answer: Callable[[web.Request], Awaitable[Any]]) -> Handler:
     return handle
 
 
-async def status(source: Source) -> dict[str, Any]:
-    """What every page shows all the time."""
-    found = source.data.status(source.state, source.now(), await source.why(), source.evidence)
-    return found | {"version": source.version, "problem": source.problem, "total": source.total}
-
-
-async def _status(request: web.Request) -> Any:
-    return await status(request.app[SOURCE])
-
-
-async def _choices(request: web.Request) -> Any:
-    return request.app[SOURCE].data.choices()
-
-
-async def _plots(request: web.Request) -> Any:
-    return request.app[SOURCE].data.charts(_number(request, "from"), _number(request, "to"))
-
-
-async def _timeline(request: web.Request) -> Any:
-    width = _whole(request, "width", 1200, 50, WIDTH)
-    begin, end = _number(request, "from"), _number(request, "to")
-    if begin is not None and end is not None and end <= begin:
-        raise Refused(f"to={end:g} lies before from={begin:g}")
-    return request.app[SOURCE].data.window(begin, end, width)
-
-
-async def _events(request: web.Request) -> Any:
-    given = request.query
-    data = request.app[SOURCE].data
-    text = given.get("text", "").strip()
-    if len(text) > TEXT:
-        raise Refused(f"text has {len(text)} characters, {TEXT} at most")
-    kinds, actors = tuple(filter(None, given.getall("kind", []))), tuple(filter(None, given.getall("actor", [])))
-    try:
-        Filter(kinds=kinds).check()
-    except PipelineError as error:
-        raise Refused(str(error).replace("--kind", "kind")) from error
-    since, until = (_moment(request, name) for name in ("since", "until"))
-    order = given.get("order", "newest")
-    if order not in ("newest", "oldest"):
-        raise Refused(f"order={order!r}: newest or oldest")
-    offset, limit = _whole(request, "offset", 0, 0, 2**40), _whole(request, "limit", 100, 1, 500)
-    return await data.search(Query(kinds, actors, text, since, until), offset, limit, newest=order == "newest")
-
-
-async def _event(request: web.Request) -> Any:
-    data = request.app[SOURCE].data
-    try:
-        return data.event(_whole(request, "row", 0, 0, 2**40))
-    except IndexError as error:
-        raise web.HTTPNotFound from error
-
-
-async def _list(request: web.Request) -> Any:
-    data = request.app[SOURCE].data
-    given = {name: request.query[name] for name in ("index", "version", "split", "order") if request.query.get(name)}
-    try:
-        wanted = msgspec.convert(given, _samples.Wanted, strict=False)
-    except msgspec.ValidationError as error:
-        raise Refused(str(error)) from error
-    offset, limit = _whole(request, "offset", 0, 0, 2**40), _whole(request, "limit", 50, 1, _samples.PAGE)
-    total, rows = data.samples.page(wanted, offset, limit)
-    return {"total": total, "offset": offset, "samples": [_sample_line(data, row) for row in rows]}
-
-
-def _sample_line(data: Any, row: int) -> dict[str, Any]:
-    envelope = data.index.envelope(row)
-    return _samples.line(row, envelope.body, envelope.wall_ns / 1e9, envelope.actor)
-
-
-async def _sample(request: web.Request) -> Any:
-    """One trajectory with its tokens, or why they can't be shown."""
-    source = request.app[SOURCE]
-    data, row = source.data, _whole(request, "row", 0, 0, 2**40)
-    if row >= len(data.index):
-        raise web.HTTPNotFound
-    event = data.index.envelope(row).body
-    if not isinstance(event, ev.TrajectoryFinished):
-        raise Refused(f"row={row} is a {data.index.kind(row)}; samples are trajectory.finished")
-    found: dict[str, Any] = {"event": _sample_line(data, row), "trajectory": None, "note": ""}
-    try:
-        payload = await asyncio.to_thread(_trajectory.archived, source.run / "payloads", data.index.position(row))
-        if payload is None:
-            payload = await source.payload(event.payload.key)
-        if payload is None:
-            found["note"] = "Its tokens are not in the archive: recorder.payloads was off, or the run was simulated."
-            return found
-        tokenizer, found["note"] = await _tokenizer(request.app, source.config)
-        found["trajectory"] = await asyncio.to_thread(_trajectory.shown, payload, tokenizer)
-    except (ArchiveError, TrajectoryError) as error:
-        found["note"] = f"Its tokens can't be read: {error}"
-    return found
-
-
-async def _tokenizer(running: web.Application, config: RunConfig) -> tuple[Any, str]:
-    """The run's tokenizer, loaded once; or None, and why there is none."""
-    held = running[TOKENIZER]
-    if "made" not in held:
-        try:
-            made = await asyncio.to_thread(_trajectory.load_tokenizer, config.model.source, config.model.params)
-            held["made"] = (made, "")
-        except (ModelError, OSError, ValueError) as error:
-            held["made"] = (None, f"Tokens are shown as ids, for the tokenizer can't be loaded: {error}")
-    return held["made"]
-
-
 # --- live ---
 
 
@@ -311,55 +190,16 @@ async def _live(request: web.Request) -> web.StreamResponse:
         pages.discard(task)
 
 
-# --- parameters ---
-
-
-def _whole(request: web.Request, name: str, default: int, least: int, most: int) -> int:
-    text = request.query.get(name, "")
-    if not text:
-        return default
-    if not text.isdecimal() or not least <= int(text) <= most:
-        raise Refused(f"{name}={text!r} is no whole number from {least} to {most}")
-    return int(text)
-
-
-def _number(request: web.Request, name: str) -> float | None:
-    text = request.query.get(name, "")
-    if not text:
-        return None
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if value != value or abs(value) == float("inf"):
-        raise Refused(f"{name}={text!r} is no number")
-    return value
-
-
-def _moment(request: web.Request, name: str) -> float | None:
-    """A time as a person writes it: `2026-11-29T14:03:10Z`, or `+SECONDS` since the start."""
-    text = request.query.get(name, "").strip()
-    if not text:
-        return None
-    data = request.app[SOURCE].data
-    try:
-        return parse(f"+{text}" if text.replace(".", "", 1).isdecimal() else text).time(data.timeline.zero())
-    except PipelineError as error:
-        raise Refused(f"{name}: {error}") from error
-
-
-ANSWERS: dict[str, Callable[[web.Request], Awaitable[Any]]] = {
-    "status": _status,
-    "choices": _choices,
-    "plots": _plots,
-    "timeline": _timeline,
-    "events": _events,
-    "event": _event,
-    "samples": _list,
-    "sample": _sample,
-}
-
 # --- the command ---
+
+
+def _unless_malformed(record: logging.LogRecord) -> bool:
+    """What is no HTTP is answered with 400 and is no fault of ours: no traceback."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+
+
+_log = logging.getLogger("pipeline.ui")
+_log.addFilter(_unless_malformed)
 
 
 async def serve(run: RunDir, config: RunConfig, host: str, port: int | None, ready: Callable[[str], None]) -> None:
@@ -367,7 +207,8 @@ async def serve(run: RunDir, config: RunConfig, host: str, port: int | None, rea
 
     Without a port, the usual one or else any that is free. Raises `PipelineError` if the address can't be had.
     """
-    runner = web.AppRunner(app(run, config, host), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    made = app(run, config, host)
+    runner = web.AppRunner(made, access_log=None, logger=_log, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     try:
         site = await _listen(runner, host, port)

@@ -153,15 +153,36 @@ def test_steps_and_refits_become_spans_of_their_length() -> None:
     assert {"sluice_step", "sluice_events_total"} <= names
 
 
+def test_the_figures_are_made_once_a_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    def counted(board: Board, now: float) -> list[Any]:
+        made.append(now)
+        return list(figures(board, now))
+
+    monkeypatch.setattr("pipeline.export.telemetry.figures", counted)
+    board, reader = folded(trained(2)), InMemoryMetricReader()
+    telemetry = Telemetry("demo", board, Lock(), reader, InMemorySpanExporter())
+    telemetry._announce()
+    before = len(made)
+    for _ in range(3):
+        data = reader.get_metrics_data()
+        assert data is not None
+        assert sum(len(s.metrics) for r in data.resource_metrics for s in r.scope_metrics) > 15
+    assert len(made) - before == 3
+    telemetry.close()
+
+
 @pytest.fixture
 def collector() -> Iterator[SimpleNamespace]:
-    """A collector that keeps what is posted to it."""
+    """A collector that keeps what is posted to it; `refuses` names a path that it answers with 400."""
     posted: list[tuple[str, bytes]] = []
+    made = SimpleNamespace(posted=posted, refuses="")
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             posted.append((self.path, self.rfile.read(int(self.headers["content-length"]))))
-            self.send_response(200)
+            self.send_response(400 if self.path == made.refuses else 200)
             self.end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:
@@ -170,7 +191,8 @@ def collector() -> Iterator[SimpleNamespace]:
     server = HTTPServer(("127.0.0.1", 0), Handler)
     thread = Thread(target=server.serve_forever)
     thread.start()
-    yield SimpleNamespace(url=f"http://127.0.0.1:{server.server_port}", posted=posted)
+    made.url = f"http://127.0.0.1:{server.server_port}"
+    yield made
     server.shutdown()
     server.server_close()
     thread.join()
@@ -193,6 +215,16 @@ def test_an_archive_is_exported_to_a_collector(
     metrics = [ExportMetricsServiceRequest.FromString(b) for path, b in collector.posted if path == "/v1/metrics"]
     last = {m.name: m for r in metrics[-1].resource_metrics for scope in r.scope_metrics for m in scope.metrics}
     assert last["sluice_step"].gauge.data_points[0].as_double == 2
+
+
+@pytest.mark.parametrize(("refuses", "lost"), [("/v1/traces", "[0-9]+ spans"), ("/v1/metrics", "the newest metrics")])
+def test_an_export_that_the_collector_refused_has_failed(
+    refuses: str, lost: str, collector: SimpleNamespace, make_run: Callable[..., RunDir]
+) -> None:
+    collector.refuses = refuses
+    done = exported(str(make_run(trained(2)).path), "--otlp", collector.url)
+    assert done.exit_code == Exit.FAILED
+    assert re.search(f"--otlp {collector.url}: the collector did not take {lost}; why", done.output)
 
 
 # --- weights & biases ---
@@ -239,6 +271,7 @@ def test_a_second_export_goes_on_where_the_first_ended(
     [
         ((), "nowhere to export to: give --prometheus, --otlp or --wandb"),
         (("--prometheus", "nine"), "--prometheus 'nine': write PORT or HOST:PORT"),
+        (("--prometheus", "²"), "--prometheus '²': write PORT or HOST:PORT"),
         (("--prometheus", "99999"), "--prometheus '99999': write PORT or HOST:PORT"),
         (("--otlp", "127.0.0.1:4318"), "--otlp '127.0.0.1:4318': write a base URL"),
     ],

@@ -135,6 +135,7 @@ def test_damaged_facts_are_an_error_that_names_the_file(tmp_path: Path) -> None:
     run = create(tmp_path / "run")
     (run / "run.json").write_text("{")
     assert str(run / "run.json") in refusal(run.info)
+    assert str(run / "run.json") in refusal(lambda: RunDir.find(str(run.path)))
 
 
 def test_facts_are_replaced_whole(tmp_path: Path) -> None:

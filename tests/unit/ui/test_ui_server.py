@@ -230,6 +230,8 @@ def test_the_page_asks_nobody_else():
         ("events?kind=refit.comitted", "refit.committed"),
         ("events?order=random", "order='random'"),
         ("events?since=yesterday", "since: 'yesterday' names no moment"),
+        ("events?since=%C2%B2", "since: '²' names no moment"),
+        ("events?limit=%D9%A3", "limit='٣'"),
         ("events?since=trainer:1.0", "since: a time is needed here"),
         ("events?text=" + "x" * 201, "text has 201 characters"),
         ("timeline?from=5&to=4", "to=4 lies before from=5"),
@@ -298,6 +300,26 @@ async def test_without_a_port_any_free_one_is_taken(run: RunDir, config: RunConf
         assert str(_server.PORT) not in address
         assert address.startswith("http://127.0.0.1:")
         serving.cancel()
+
+
+async def test_what_is_no_http_is_answered_without_a_traceback(
+    run: RunDir, config: RunConfig, caplog: pytest.LogCaptureFixture
+):
+    ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    serving = asyncio.create_task(_server.serve(run, config, "127.0.0.1", None, ready.set_result))
+    async with asyncio.timeout(PATIENCE_S):
+        port = int((await ready).rstrip("/").rpartition(":")[2])
+        for asked in (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"GET /?x=\xc2\xb2 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+            b"hello\r\n\r\n",
+        ):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(asked)
+            assert (await reader.readline()).split()[1] == b"400", asked
+            writer.close()
+    serving.cancel()
+    assert caplog.text == ""
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,1 @@
+"""The commands of `pipeline`, by what they are for. Each imports what it needs when it runs."""
