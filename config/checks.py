@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
+from config import gpus
 from config.schema import MegatronConfig, RunConfig, TrainerConfig
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -115,6 +116,7 @@ def across_fields(config: RunConfig) -> list[str]:
             for pattern in rollout.invalid_tool_call_patterns
         ],
         *_ranks(trainer),
+        *_gpus(config),
         (
             all(0.0 <= beta < 1.0 for beta in trainer.betas),
             f"trainer.betas={list(trainer.betas)}: each must be at least 0 and under 1",
@@ -145,6 +147,52 @@ def _ranks(trainer: TrainerConfig) -> list[tuple[bool, str]]:
             f"pipeline_parallel={sizes.pipeline_parallel} = {experts}: what is left over has no experts",
         ),
     ]
+
+
+def _gpus(config: RunConfig) -> list[tuple[bool, str]]:
+    """Which GPUs trainer and engines are on."""
+    engine, trainer = config.engine, config.trainer
+    listed, count = list(engine.gpus), engine.count
+    shares = [gpus.of_engine(config, index) for index in range(count)] if len(listed) % count == 0 else []
+    here = config.launch.mode == "ray" and config.launch.ray_address is None
+    both = sorted(set(gpus.of_trainer(config)[:1]) & set(gpus.of_engines(config)))
+    return [
+        (
+            trainer.device == "auto" or _is_device(trainer.device),
+            f"trainer.device={trainer.device!r}: expected auto, cpu, cuda or cuda:N",
+        ),
+        (_is_device(engine.device), f"engine.device={engine.device!r}: expected cpu, cuda or cuda:N"),
+        (
+            not listed or engine.device == "cuda",
+            f"engine.gpus={listed} needs engine.device=cuda, without a number, but it is {engine.device}",
+        ),
+        (
+            len(set(listed)) == len(listed),
+            f"engine.gpus={listed} names a GPU twice: name a single one to have all engines share it",
+        ),
+        (
+            len(listed) <= 1 or len(listed) % count == 0,
+            f"engine.gpus={listed} can't be shared out among engine.count={count}: name 1 or a multiple of {count}",
+        ),
+        (
+            engine.kind != "torch" or all(len(share) <= 1 for share in shares),
+            f"engine.gpus={listed} gives each of engine.count={count} several GPUs, which engine.kind=torch has no use "
+            "for: name one an engine",
+        ),
+        (
+            all(share == tuple(range(share[0], share[0] + len(share))) for share in shares if share),
+            f"engine.gpus={listed}: the GPUs of one engine must follow each other, as in [2, 3]",
+        ),
+        (
+            config.refit.transport != "nccl" or not here or not both,
+            f"refit.transport=nccl can't send from a GPU to itself, but trainer.device={trainer.device} and engines "
+            f"share GPU {', '.join(map(str, both))}: move one, with engine.gpus or engine.device, or use ipc",
+        ),
+    ]
+
+
+def _is_device(name: str) -> bool:
+    return re.fullmatch(r"cpu|cuda(:\d+)?", name) is not None
 
 
 def _compiles(pattern: str) -> bool:

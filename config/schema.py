@@ -159,6 +159,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """`torch`: transformers on one process. `megatron`: megatron-core and megatron-bridge on `ranks` processes:
     docs/howto/train-with-megatron.md."""
     device: str = "auto"
+    """`cpu`, `cuda`, `cuda:N`, or `auto`: the first GPU if there is one. Rank n is on GPU N + n."""
     ranks: Positive = 1
     """Processes that train together, on one host: the trainer and those that it starts."""
     start_deadline_s: Seconds = 600.0
@@ -203,6 +204,10 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     python: str | None = None
     """Interpreter that runs the server (an environment of its own for sglang); default is ours."""
     device: str = "cpu"
+    """`cpu`, `cuda` or `cuda:N`: the GPU of every engine, if `gpus` names none."""
+    gpus: tuple[NonNegative, ...] = ()
+    """GPUs of the engines, by number, shared out in order: with several a server they are its tensor parallel ranks. A
+    single one is used by all engines."""
     threads: Positive = 1
     max_running: Positive = 256
     max_total_tokens: Positive = 65536

@@ -12,8 +12,10 @@ from typing import Any
 
 import msgspec
 
+from config import gpus
 from config.schema import RunConfig
 from contracts.producer import GROUP
+from pipeline import machine
 from pipeline.errors import Exit, PipelineError
 
 DEFAULT_GYM = ".venv-gym/bin/python"
@@ -71,6 +73,7 @@ def check(config: RunConfig) -> None:
         _interpreter(config)
         _gym(config)
         _port(config)
+        _gpus(config)
 
 
 def _model(config: RunConfig) -> None:
@@ -148,6 +151,29 @@ def _interpreter(config: RunConfig) -> None:
     python = config.engine.python
     if python is not None and shutil.which(python) is None:
         raise PipelineError(f"engine.python={python}: no such program", Exit.MISSING)
+
+
+def _gpus(config: RunConfig) -> None:
+    """Every GPU that is named must be there."""
+    wanted = {"trainer.device": gpus.of_trainer(config), "engine.gpus": gpus.of_engines(config)}
+    if not any(wanted.values()):
+        return
+    there = machine.gpus()
+    names = [f"{config.trainer.device} with trainer.ranks={config.trainer.ranks}", _engine_gpus(config)]
+    for (setting, numbers), name in zip(wanted.items(), names, strict=True):
+        missing = [number for number in numbers if number >= there]
+        if missing:
+            setting = setting if setting == "trainer.device" or config.engine.gpus else "engine.device"
+            raise PipelineError(
+                f"{setting}={name}: needs GPU {', '.join(map(str, missing))}, but "
+                f"{f'the GPUs here are 0 to {there - 1}' if there else 'there is no GPU here'} "
+                "(CUDA_VISIBLE_DEVICES counts); name others, or cpu",
+                Exit.MISSING,
+            )
+
+
+def _engine_gpus(config: RunConfig) -> str:
+    return str(list(config.engine.gpus)) if config.engine.gpus else config.engine.device
 
 
 def _port(config: RunConfig) -> None:

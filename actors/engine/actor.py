@@ -127,9 +127,10 @@ class EngineShell:
         model_dir = await asyncio.to_thread(_model_dir, config)
         self._manifest = await asyncio.to_thread(manifest.read, model_dir)
         if config.engine.kind == "torch":
-            launch = server.torch_launch(config, model_dir, Path(context.run_dir) / f"{name}-{boot}.port")
+            port_file = Path(context.run_dir) / f"{name}-{boot}.port"
+            launch = server.torch_launch(config, model_dir, port_file, number_of(name))
         else:
-            launch = server.sglang_launch(config, model_dir, f"{context.run}-{name}-{boot}")
+            launch = server.sglang_launch(config, model_dir, f"{context.run}-{name}-{boot}", number_of(name))
         return await server.start(launch, Path(context.run_dir) / "logs" / f"{name}.server.log", deadline_s)
 
     @property
@@ -359,9 +360,14 @@ class EngineShell:
         }
 
 
+def number_of(actor: str) -> int:
+    """`engine-3` -> 3."""
+    return int(actor.rpartition("-")[2])
+
+
 def external_url(config: RunConfig, actor: str) -> str:
     """The URL of engine `actor`. Raises `Fatal` when `engine.urls` has none for it."""
-    index = int(actor.rpartition("-")[2])
+    index = number_of(actor)
     if index >= len(config.engine.urls):
         raise Fatal(f"engine.urls names {len(config.engine.urls)} servers, engine.count is {config.engine.count}")
     return config.engine.urls[index]

@@ -20,6 +20,7 @@ from pathlib import Path
 import msgspec
 
 from actors.engine.client import CallError, HttpEngineClient
+from config import gpus
 from config.schema import RunConfig
 
 HOST = "127.0.0.1"
@@ -50,9 +51,10 @@ class Launch(msgspec.Struct, frozen=True):
     label: str | None = None
 
 
-def torch_launch(config: RunConfig, model_dir: Path, port_file: Path) -> Launch:
-    """The embedded server."""
+def torch_launch(config: RunConfig, model_dir: Path, port_file: Path, index: int = 0) -> Launch:
+    """The embedded server of engine `index`."""
     engine = config.engine
+    placed = gpus.of_engine(config, index)
     command = (
         *(engine.python or sys.executable, "-m", "actors.engine.torch_server"),
         *("--model-path", str(model_dir)),
@@ -60,7 +62,7 @@ def torch_launch(config: RunConfig, model_dir: Path, port_file: Path) -> Launch:
         *("--host", HOST),
         *("--port", "0"),
         *("--port-file", str(port_file)),
-        *("--device", engine.device),
+        *("--device", f"cuda:{placed[0]}" if placed else engine.device),
         *("--dtype", config.model.dtype),
         *("--threads", str(engine.threads)),
         *("--seed", str(config.seed)),
@@ -72,8 +74,8 @@ def torch_launch(config: RunConfig, model_dir: Path, port_file: Path) -> Launch:
     return Launch(command, {"PYTHONSAFEPATH": "1"} | _threads(engine.threads), port_file=str(port_file))
 
 
-def sglang_launch(config: RunConfig, model_dir: Path, label: str) -> Launch:
-    """A real SGLang server. Further flags (tensor parallel size, attention backend, ...) come with `engine.args`.
+def sglang_launch(config: RunConfig, model_dir: Path, label: str, index: int = 0) -> Launch:
+    """A real SGLang server, that of engine `index`. Further flags (attention backend, ...) come with `engine.args`.
 
     Its port is chosen before it binds it; `label` tells it from a server that was faster.
     """
@@ -97,6 +99,7 @@ def sglang_launch(config: RunConfig, model_dir: Path, label: str) -> Launch:
         *("--log-level", "warning"),
         *("--skip-tokenizer-init", "--skip-server-warmup"),
         *(("--attention-backend", "torch_native", "--sleep-on-idle") if engine.device == "cpu" else ()),
+        *_placed(gpus.of_engine(config, index)),
         *engine.args,
     )
     # by default the port of its gRPC server, which does not run, is `port` + 10000: too large for most free ports
@@ -104,6 +107,13 @@ def sglang_launch(config: RunConfig, model_dir: Path, label: str) -> Launch:
     if engine.device == "cpu":
         env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""} | _threads(engine.threads)
     return Launch(command, env, port=port, label=label)
+
+
+def _placed(numbers: tuple[int, ...]) -> tuple[str, ...]:
+    """SGLang's flags for its GPUs. It sees the others too: memory of one that it can't see can't be handed to it."""
+    size = len(numbers)
+    parallel = ("--tp-size", str(size)) if size > 1 else ()
+    return ("--base-gpu-id", str(min(numbers)), *parallel) if numbers else ()
 
 
 def _threads(count: int) -> dict[str, str]:

@@ -32,6 +32,7 @@ from actors.trainer.megatron.vocabulary import token_statistics
 from actors.trainer.metrics import StepMetrics
 from actors.trainer.packing import Sample, split
 from actors.trainer.schedule import schedule
+from config import gpus
 
 LogitsLoss = Callable[[Tensor], tuple[Tensor, Any]]
 
@@ -294,9 +295,9 @@ class MegatronPolicy:
             yield from chunk.parameters()
 
     def _join(self, world: World) -> None:
-        """Make the group that megatron takes for granted. On a GPU, rank n takes the n-th that is visible."""
+        """Make the group that megatron takes for granted. On GPUs, rank n takes the n-th from `trainer.device`."""
         if self._gpu:
-            torch.cuda.set_device(world.rank)
+            torch.cuda.set_device((gpus.number(self._config.device) or 0) + world.rank)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group(
             "nccl" if self._gpu else "gloo",

@@ -108,8 +108,8 @@ def test_all_problems_are_told_at_once() -> None:
 
 
 def test_text_settings_take_numbers_as_they_were_typed() -> None:
-    config = loading.load("quickstart", ["name=2024", "run_dir=7", "trainer.device=0", "model.source=a:b=c"])
-    assert (config.name, config.run_dir, config.trainer.device) == ("2024", "7", "0")
+    config = loading.load("quickstart", ["name=2024", "run_dir=7", "engine.python=0", "model.source=a:b=c"])
+    assert (config.name, config.run_dir, config.engine.python) == ("2024", "7", "0")
     assert config.model.source == "a:b=c"
     assert loading.load("quickstart", ["run_dir=null"]).run_dir is None
 

@@ -1,0 +1,303 @@
+"""Whole runs on GPUs by `pipeline up smollm2-gpu` and its variants; prints one JSON line each, and judges them.
+
+    python -m tests.lanes.gpu.run_up --python ENV/bin/python          # every variant that this machine has GPUs for
+    python -m tests.lanes.gpu.run_up --python ENV/bin/python --only nccl,sync
+    python -m tests.lanes.gpu.run_up --try                            # the script itself, on a CPU, in two minutes
+
+`nccl` and `ipc` start their SGLang server themselves. The others use one that this script starts beside the first and
+keeps, so that they are over sooner; it is also measured alone. A variant that fails, or is not done in its time, does
+not keep the next from running. What is left of them goes to $OUT: results.jsonl, metrics.jsonl, logs.tar.gz.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import io
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from actors import models
+from actors.engine import server
+from config import loading
+from config.schema import RunConfig
+
+ROOT = Path(__file__).parents[3]
+MISMATCH = 1.05
+"""Upper bound of the mean exp|trainer - engine| over tokens of the current version, in every step."""
+RISE = 0.05
+"""How much the mean reward of the last fifth of the steps must exceed that of the first fifth."""
+LOG_BYTES = 200_000
+"""End of each log that is kept."""
+
+
+class Variant(msgspec.Struct, frozen=True):
+    """`settings` of a run. `own`: it starts its server itself. `rises`: long enough for the reward to rise."""
+
+    name: str
+    gpus: int
+    steps: int
+    limit_s: float
+    own: bool = False
+    rises: bool = False
+    settings: tuple[str, ...] = ()
+
+
+LONG = ("rollout.max_new_tokens=64", "checkpoint.every=30")
+"""Where generation takes about as long as training."""
+VARIANTS = (
+    Variant("nccl", 2, 60, 260.0, own=True, rises=True),
+    Variant("async", 2, 30, 120.0, settings=LONG),
+    Variant("sync", 2, 30, 150.0, settings=(*LONG, "sync=true")),
+    Variant("megatron", 2, 30, 150.0, settings=("trainer.backend=megatron",)),
+    Variant("ipc", 1, 40, 220.0, own=True, rises=True, settings=("engine.gpus=[0]", "refit.transport=ipc")),
+)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", help="interpreter that has sglang; default: this one")
+    parser.add_argument("--only", default="", help="names of variants, by comma")
+    parser.add_argument("--budget-s", type=float, default=530.0, help="no variant may run past this")
+    parser.add_argument("--try", dest="dry", action="store_true", help="a tiny model and the embedded engine, on a CPU")
+    return parser.parse_args()
+
+
+class Lane:
+    """Runs variants one after the other."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.began = time.monotonic()
+        self.out = Path(os.environ.get("OUT") or tempfile.mkdtemp(prefix="sluice-up-"))
+        self.work = Path(tempfile.mkdtemp(prefix="sluice-runs-"))
+        self.results: list[dict[str, Any]] = []
+
+    @property
+    def left_s(self) -> float:
+        return self.args.budget_s - (time.monotonic() - self.began)
+
+    def common(self) -> list[str]:
+        """Settings of every variant."""
+        if self.args.dry:
+            small = str(ROOT / "tests" / "e2e" / "tiny.yaml")
+            return [small, "trainer.device=cpu", "engine.count=1", "eval.every=0"]
+        python = [f"engine.python={self.args.python}"] if self.args.python else []
+        return ["smollm2-gpu", "engine.count=1", *python]
+
+    def words(self, variant: Variant, url: str | None) -> list[str]:
+        """Recipe and settings of a variant; with `url` it uses the server there."""
+        recipe, *settings = self.common()
+        steps = 6 if self.args.dry else variant.steps
+        words = [recipe, f"run_dir={self.work / variant.name}", *settings, *variant.settings, f"steps={steps}"]
+        if self.args.dry:
+            words = [word.replace("engine.gpus=[0]", "engine.gpus=[]") for word in words]
+        return words if url is None else [*words, "engine.kind=external", f"engine.urls=[{url}]", "engine.gpus=[]"]
+
+    def up(self, variant: Variant, url: str | None) -> dict[str, Any]:
+        """One `pipeline up` and `pipeline verify`, judged."""
+        began = time.monotonic()
+        log = self.work / f"{variant.name}.log"
+        limit = min(variant.limit_s, self.left_s)
+        with log.open("w") as file:
+            command = [sys.executable, "-m", "pipeline", "up", *self.words(variant, url)]
+            process = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT, start_new_session=True)
+            status = ended(process, limit)
+        seconds = time.monotonic() - began
+        run = self.work / variant.name
+        verified = subprocess.run(
+            [sys.executable, "-m", "pipeline", "verify", str(run)], capture_output=True, text=True, timeout=60, cwd=ROOT
+        )
+        said = judged(variant, rows(run), self.args.dry)
+        said |= {"rc": status, "verify_rc": verified.returncode, "seconds": round(seconds, 1)}
+        if status != 0:
+            said["failures"].insert(0, f"pipeline up: {'over after ' + f'{limit:g} s' if status is None else status}")
+        if verified.returncode != 0:
+            said["failures"].append(f"pipeline verify: {(verified.stdout + verified.stderr)[-300:]}")
+        return said
+
+    def say(self, said: dict[str, Any]) -> None:
+        self.results.append(said)
+        print(json.dumps(said), flush=True)
+
+    async def run(self) -> bool:
+        """Every variant asked for; whether all of them did what they should."""
+        chosen = [v for v in VARIANTS if not self.args.only or v.name in self.args.only.split(",")]
+        count = 2 if self.args.dry else torch.cuda.device_count()
+        for variant in [v for v in chosen if v.gpus > count]:
+            self.say({"variant": variant.name, "skipped": f"needs {variant.gpus} GPUs, here are {count}"})
+        chosen = [v for v in chosen if v.gpus <= count]
+        shared = asyncio.create_task(self._shared()) if any(not v.own for v in chosen) else None
+        try:
+            for variant in chosen:
+                if self.left_s < 40:
+                    self.say({"variant": variant.name, "failures": ["no time left"]})
+                    continue
+                await self._one(variant, shared)
+        finally:
+            if shared is not None:
+                with contextlib.suppress(server.ServerError):
+                    await (await shared).close()
+            self._keep()
+        return all(not said.get("failures") for said in self.results)
+
+    async def _one(self, variant: Variant, shared: asyncio.Task[server.Server] | None) -> None:
+        url = None
+        try:
+            if not variant.own:
+                assert shared is not None
+                url = (await shared).client.url
+                if not any(said.get("variant") == "alone" for said in self.results):
+                    self.say({"variant": "alone", **await alone((await shared), self._config())})
+            self.say({"variant": variant.name, **await asyncio.to_thread(self.up, variant, url)})
+            self._compare()
+        except (server.ServerError, subprocess.TimeoutExpired, OSError) as error:
+            self.say({"variant": variant.name, "failures": [f"{type(error).__name__}: {error}"[-2000:]]})
+
+    def _config(self) -> RunConfig:
+        return loading.load(self.common()[0], [*self.common()[1:], *LONG])
+
+    async def _shared(self) -> server.Server:
+        """The server that several variants use."""
+        config = self._config()
+        model = await asyncio.to_thread(models.resolve, config.model.source, models.cache_dir(), config.model.params)
+        if config.engine.kind == "torch":
+            launch = server.torch_launch(config, model, self.work / "port")
+        else:
+            launch = server.sglang_launch(config, model, "shared")
+        return await server.start(launch, self.work / "shared.server.log", min(300.0, self.left_s))
+
+    def _compare(self) -> None:
+        """What two variants say together, once both are there."""
+        by = {said["variant"]: said for said in self.results}
+        done = {said.get("ratio") for said in self.results}
+        pairs = (
+            ("sync over async, seconds a step", "sync", "async", "s_per_step"),
+            ("decoding while training over the engine alone, tokens/s", "async", "alone", "tokens_per_s"),
+        )
+        for what, above, below, key in pairs:
+            a, b = by.get(above, {}).get(key), by.get(below, {}).get(key)
+            if what not in done and a and b:
+                self.say({"variant": "ratio", "ratio": what, "value": round(a / b, 3)})
+
+    def _keep(self) -> None:
+        """Small files that say what happened."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        lines = "".join(json.dumps(said) + "\n" for said in self.results)
+        (self.out / "results.jsonl").write_text(lines)
+        kept = [{"variant": run.name, **row} for run in sorted(self.work.iterdir()) for row in rows(run)]
+        (self.out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+        with tarfile.open(self.out / "logs.tar.gz", "w:gz") as archive:
+            logs = [*self.work.glob("*.log"), *self.work.glob("*/logs/*"), *self.work.glob("*/report.html")]
+            for path in logs:
+                data = path.read_bytes()[-LOG_BYTES if path.suffix != ".html" else 0 :]
+                entry = tarfile.TarInfo(str(path.relative_to(self.work)))
+                entry.size = len(data)
+                archive.addfile(entry, io.BytesIO(data))
+
+
+def ended(process: subprocess.Popen[bytes], limit: float) -> int | None:
+    """Exit status, or None when it had to be ended: in order first, then by force."""
+    for number, patience in ((None, max(limit, 1.0)), (signal.SIGINT, 30.0), (signal.SIGKILL, 10.0)):
+        if number is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+        try:
+            status = process.wait(patience)
+        except subprocess.TimeoutExpired:
+            continue
+        return status if number is None else None
+    return None
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl of a run directory; empty if there is none."""
+    try:
+        return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    except OSError:
+        return []
+
+
+def judged(variant: Variant, found: Sequence[dict[str, Any]], dry: bool) -> dict[str, Any]:
+    """Figures of a run, and what is wrong with them."""
+    steps = 6 if dry else variant.steps
+    failures = []
+    if len(found) != steps or [row["step"] for row in found] != list(range(1, steps + 1)):
+        failures.append(f"{len(found)} of {steps} steps")
+    if not found:
+        return {"failures": failures}
+    last = found[-1]
+    rewards = [row["reward/train"] or 0.0 for row in found]
+    fifth = max(1, len(rewards) // 5)
+    first_reward, last_reward = statistics.mean(rewards[:fifth]), statistics.mean(rewards[-fifth:])
+    gaps = [gap for row in found if (gap := row.get("policy/mismatch_exp_lag0", row.get("policy/mismatch_exp")))]
+    settled = found[min(5, len(found) - 1) :]
+    between = [row["time/since_last_s"] for row in settled if row["time/since_last_s"]]
+    refits = {row["refit/epoch"]: row for row in found if "refit/epoch" in row}
+    if variant.rises and not dry and last_reward < first_reward + RISE:
+        failures.append(f"the reward did not rise: {first_reward:.3f} to {last_reward:.3f}")
+    if max(gaps, default=9.0) >= MISMATCH:
+        failures.append(f"mismatch {max(gaps, default=9.0):.4f} is not under {MISMATCH}")
+    if len(refits) < steps // 2:
+        failures.append(f"{len(refits)} refits were committed in {steps} steps")
+    for name in ("failed_refits", "quarantines", "restarts"):
+        if last[f"total/{name}"]:
+            failures.append(f"{last[f'total/{name}']} {name}")
+    return {
+        "failures": failures,
+        "steps": len(found),
+        "commits": last["total/refits"],
+        "reward_first": round(first_reward, 4),
+        "reward_last": round(last_reward, 4),
+        "mismatch_max": max(gaps, default=None),
+        "mismatch_mean": statistics.mean(gaps) if gaps else None,
+        "s_per_step": middle(between),
+        "step_s": middle([row["time/step_s"] for row in settled]),
+        "waited_s": middle([row["time/waited_s"] for row in settled]),
+        "tokens_per_s": sum(row["tokens/generated"] for row in settled) / max(sum(between), 1e-9),
+        "pause_ms": middle([1e3 * row["refit/pause_s"] for row in refits.values()]),
+        "transfer_ms": middle([1e3 * row["refit/transfer_s"] for row in refits.values()]),
+        "drain_ms": middle([1e3 * row["refit/drain_s"] for row in refits.values()]),
+    }
+
+
+def middle(values: Sequence[float]) -> float | None:
+    return round(statistics.median(values), 4) if values else None
+
+
+async def alone(engine: server.Server, config: RunConfig) -> dict[str, Any]:
+    """Tokens a second of a server that does nothing else, at the batch that a run keeps open."""
+    samples, tokens = config.rollout.samples, config.rollout.max_new_tokens
+    sampling = {"temperature": config.rollout.temperature, "max_new_tokens": tokens, "n": samples, "ignore_eos": True}
+
+    async def group(number: int) -> int:
+        ids = [5 + (number * 7 + place) % 60 for place in range(40)]
+        body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
+        answer = await engine.client.generate(body, 60.0)
+        return sum(item["meta_info"]["completion_tokens"] for item in answer)
+
+    speeds = []
+    for turn in range(4):
+        began = time.perf_counter()
+        numbers = range(config.buffer.groups * 2 * turn, config.buffer.groups * 2 * (turn + 1))
+        made = sum(await asyncio.gather(*map(group, numbers)))
+        speeds.append(made / (time.perf_counter() - began))
+    return {"tokens_per_s": statistics.median(speeds[1:]), "speeds": speeds}
+
+
+if __name__ == "__main__":
+    sys.exit(0 if asyncio.run(Lane(arguments()).run()) else 1)
