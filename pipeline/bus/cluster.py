@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from redis.asyncio.connection import AbstractConnection, Connection, SSLConnection
+from redis.asyncio.connection import Connection, SSLConnection
 from redis.crc import key_slot
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import MovedError, RedisError
 
 from pipeline.bus.address import Address
+from pipeline.bus.connection import Packed, PackedTCP, PackedTLS
 from pipeline.bus.keys import Keys
 
 
-class _Routed(AbstractConnection):
+class _Routed(Packed):
     """Connects to the master of `slot`, as `nodes` know it. `plain`: arguments of a connection to one node."""
 
     def __init__(self, nodes: tuple[tuple[str, int], ...], slot: int, **plain: Any) -> None:
@@ -60,11 +61,11 @@ class _Routed(AbstractConnection):
         raise RedisConnectionError(f"no node of the cluster serves slot {self._slot}")
 
 
-class RoutedConnection(_Routed, Connection):
+class RoutedConnection(_Routed, PackedTCP):
     """Over TCP."""
 
 
-class RoutedSSLConnection(_Routed, SSLConnection):
+class RoutedSSLConnection(_Routed, PackedTLS):
     """Over TLS; certificates are checked against the names that the nodes announce."""
 
 

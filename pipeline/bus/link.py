@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import redis.asyncio as aioredis
 import structlog
-from redis.asyncio.connection import ConnectionPool, SSLConnection, UnixDomainSocketConnection
+from redis.asyncio.connection import ConnectionPool
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
 from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
@@ -31,6 +31,7 @@ from redis.utils import HIREDIS_AVAILABLE
 
 from pipeline.bus import address, cluster
 from pipeline.bus.address import Address
+from pipeline.bus.connection import PackedSentinel, PackedTCP, PackedTLS, PackedUnix
 from pipeline.bus.errors import BusError, BusUnavailable
 from pipeline.bus.lua import Call
 
@@ -190,9 +191,9 @@ def client(address: Address, run: str, actor: str) -> aioredis.Redis:
         "max_connections": 1 << 20,
     }
     if address.kind == "unix":
-        pool = ConnectionPool(connection_class=UnixDomainSocketConnection, path=address.path, **common)
+        pool = ConnectionPool(connection_class=PackedUnix, path=address.path, **common)
         return aioredis.Redis.from_pool(pool)
-    common["socket_keepalive"] = True
+    common |= {"socket_keepalive": True, "connection_class": PackedTLS if address.tls else PackedTCP}
     if address.kind == "sentinel":
         login = {
             "username": address.options.get("sentinel_user"),
@@ -200,11 +201,11 @@ def client(address: Address, run: str, actor: str) -> aioredis.Redis:
             "socket_connect_timeout": 5.0,
             "socket_timeout": 5.0,
         }
+        common["connection_class"] = PackedSentinel
         return Sentinel(list(address.hosts), sentinel_kwargs=login).master_for(address.master, **common)
     if address.tls:
         names = {"ca": "ssl_ca_certs", "cert": "ssl_certfile", "key": "ssl_keyfile"}
         common |= {names[option]: value for option, value in address.options.items()}
-        common["connection_class"] = SSLConnection
     if address.kind == "cluster":
         common |= cluster.routing(address, run)
     else:

@@ -84,7 +84,7 @@ def test_no_password_is_ever_shown(password: str) -> None:
 
 def test_a_client_takes_over_what_the_address_says() -> None:
     tls = client(parse("rediss://me:pass@host:7000/3?ca=/ca&cert=/cert&key=/key"), "run", "name").connection_pool
-    assert tls.connection_class.__name__ == "SSLConnection"
+    assert tls.connection_class.__name__ == "PackedTLS"
     expected = {"host": "host", "port": 7000, "db": 3, "username": "me", "password": "pass", "ssl_ca_certs": "/ca"}
     expected |= {"ssl_certfile": "/cert", "ssl_keyfile": "/key", "protocol": 2}
     assert expected.items() <= tls.connection_kwargs.items()
