@@ -37,7 +37,8 @@ test: install ## The whole suite; protocol code must keep 100 % branch coverage
 SEEDS ?= 5
 FIRST ?= 0
 
-chaos: install ## Seeded faults in real runs: make chaos SEEDS=20 FIRST=100
+chaos: install ## Faults in real runs, at chosen moments of refits and by seed: make chaos SEEDS=20 FIRST=100
+	$(BIN)/python -m tests.chaos.moments
 	$(BIN)/python -m tests.chaos.processes --seeds $(SEEDS) --first $(FIRST)
 
 sglang: $(SGLANG_VENV)/.installed ## Make .venv-sglang: the real SGLang server, on the CPU

@@ -18,7 +18,7 @@ LINE_LIMIT = 16 * 2**20
 """Bytes of one message."""
 DIRECTORY = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 """Where shared memory has names."""
-NAME = re.compile(r"sluice-[0-9a-f]{32}")
+NAME = re.compile(r"sluice-bucket-[0-9a-f]{32}")
 """What a file in shared memory is called."""
 
 

@@ -89,6 +89,7 @@ class Driver:
         self._posted = 0
         self._start = ""
         self._begun = False
+        self._superseded = False
         self._last: tuple[Entry, float] | None = None
         self._interrupted = asyncio.Event()
         self._names = registry.names(config)
@@ -142,6 +143,8 @@ class Driver:
                 self._restart(event)
             case FleetScaled(engines=engines):
                 self._scale(engines)
+            case RunStarted():
+                self._superseded = envelope.id != self._start
 
     def _restart(self, event: EngineHealth) -> None:
         """End the boot that the coordinator gave up, unless a later one runs already."""
@@ -173,7 +176,7 @@ class Driver:
             self._reporter.update(self.view, now)
             if self._interrupted.is_set():
                 return Verdict(Exit.INTERRUPTED, "interrupted", "interrupted; the run can be resumed")
-            left = {name: how for name, how in self._processes.left().items() if name in self._names}
+            left = self._left()
             verdict = judge(self._config, self.view, left, now, self._started) if self._begun else None
             if verdict is None and not following.done():
                 verdict = await self._gone_back()
@@ -183,6 +186,15 @@ class Driver:
         error = following.exception()
         assert error is not None
         raise error
+
+    def _left(self) -> dict[str, Left]:
+        """Who left for good. Another start of one actor alone (not of the run) is fenced off by our own next boot."""
+        left = {name: how for name, how in self._processes.left().items() if name in self._names}
+        fenced = [name for name, how in left.items() if how.how == "fenced" and not self._superseded]
+        if fenced:
+            self._reporter.note("started elsewhere too, takes over again", actors=fenced)
+            self._processes.launch(fenced, self._url, self._run)
+        return {name: how for name, how in left.items() if name not in fenced}
 
     async def _gone_back(self) -> Verdict | None:
         """Whether the store lost what was read from it: another file was loaded, or it synced too late."""

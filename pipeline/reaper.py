@@ -1,15 +1,16 @@
 """Kills what a driver left behind, however the driver ended.
 
 The driver marks its environment, which every process below it inherits, and holds the stdin of this program (run by
-path, `python -I -S reaper.py NAME=VALUE`, standard library only). When stdin closes, also by SIGKILL of the driver, all
-processes that carry the mark are killed. Needs /proc; elsewhere it does nothing, and Ray's own processes end by
-themselves within about a minute.
+path, `python -I -S reaper.py NAME=VALUE LEFTOVERS`, standard library only). When stdin closes, also by SIGKILL of the
+driver, all processes that carry the mark are killed, and LEFTOVERS (a program) removes their files. Needs
+/proc; elsewhere it kills nothing, and Ray's own processes end by themselves within about a minute.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 MARK = "SLUICE_DRIVER"
 """Environment variable that marks what a driver started; its value is unique to the driver."""
+LEFTOVERS = "actors/leftovers.py"
 SWEEPS, PAUSE_S = 20, 0.1
 """Sweeps until none finds a process, since a process may start another while the first is swept."""
 
@@ -28,7 +30,7 @@ class Reaper:
     def __init__(self, mark: str) -> None:
         environment = {name: value for name, value in os.environ.items() if name != MARK}
         self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, f"{MARK}={mark}"],
+            [sys.executable, "-I", "-S", __file__, f"{MARK}={mark}", str(Path(__file__).parents[1] / LEFTOVERS)],
             stdin=subprocess.PIPE,
             env=environment,
             start_new_session=True,
@@ -70,3 +72,4 @@ if __name__ == "__main__":
     while sys.stdin.buffer.read(4096):
         pass
     sweep(sys.argv[1])
+    runpy.run_path(sys.argv[2])["sweep"]()

@@ -175,13 +175,13 @@ class Storm:
                         self._stopped.append((time.monotonic() + fault.seconds, process.pid))
             case "server":
                 for process in self._processes(fault.victims):
-                    for child in _children(process.pid):
-                        _signal(child, signal.SIGKILL)
+                    for child in children(process.pid):
+                        send(child, signal.SIGKILL)
             case "store":
-                _signal(self._server(), signal.SIGKILL)
+                send(embedded_server(self.run), signal.SIGKILL)
             case "stop store":
-                server = self._server()
-                _signal(server, signal.SIGSTOP)
+                server = embedded_server(self.run)
+                send(server, signal.SIGSTOP)
                 self._stopped.append((time.monotonic() + fault.seconds, server))
 
     def _black_out(self, *, lose_store: bool) -> int:
@@ -201,15 +201,6 @@ class Storm:
         found = [booted[-1] for actor in actors if (booted := boots(log, actor))]
         return [Process(event["body"]["pid"], event["body"]["host"], event["wall_ns"] / 1e9) for event in found]
 
-    def _server(self) -> int:
-        """The embedded server's process; waits for the one that is being started."""
-        supervisor = msgspec.json.decode((self._path / "broker.json").read_bytes())["supervisor"]
-        deadline = time.monotonic() + GONE_S
-        while not (found := _children(supervisor)):
-            assert time.monotonic() < deadline, self.run.tail()
-            time.sleep(0.02)
-        return found[0]
-
     def _wait(self, seconds: float) -> None:
         """Let time pass; who was stopped goes on when it is due."""
         end = time.monotonic() + seconds
@@ -217,7 +208,7 @@ class Storm:
             due = [item for item in self._stopped if item[0] <= now]
             self._stopped = [item for item in self._stopped if item[0] > now]
             for _, pid in due:
-                _signal(pid, signal.SIGCONT)
+                send(pid, signal.SIGCONT)
             time.sleep(min(0.05, end - now))
 
     def _go_on(self) -> None:
@@ -226,14 +217,26 @@ class Storm:
             self._wait(max(until for until, _ in self._stopped) - time.monotonic() + 0.1)
 
 
-def _children(pid: int) -> list[int]:
+def embedded_server(run: Run) -> int:
+    """The embedded server's process; waits for the one that is being started."""
+    supervisor = msgspec.json.decode((run.path / "broker.json").read_bytes())["supervisor"]
+    deadline = time.monotonic() + GONE_S
+    while not (found := children(supervisor)):
+        assert time.monotonic() < deadline, run.tail()
+        time.sleep(0.02)
+    return found[0]
+
+
+def children(pid: int) -> list[int]:
+    """The processes that a process has started."""
     try:
         return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except (FileNotFoundError, ProcessLookupError):
         return []
 
 
-def _signal(pid: int, number: int) -> None:
+def send(pid: int, number: int) -> None:
+    """A signal, to a process that may be gone."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 

@@ -10,6 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.chaos.moments import (
+    Moment,
+    coordinator_killed,
+    engine_loaded,
+    store_restarted,
+    strike,
+    trainer_mid_broadcast,
+)
 from tests.e2e.conftest import Run, boots, steps
 
 Start = Callable[..., Run]
@@ -76,9 +84,7 @@ def test_a_run_that_was_stopped_and_then_killed_with_its_driver_goes_on_to_its_e
     assert last.verify()["steps"] == STEPS
 
 
-@pytest.mark.parametrize(
-    "victim", ["collector-0", "buffer", "trainer", "refit", "gateway-0", "engine-0", "recorder", "source"]
-)
+@pytest.mark.parametrize("victim", ["collector-0", "buffer", "gateway-0", "recorder", "source"])
 def test_kill_9_of_one_actor_in_the_middle_stops_no_training_and_loses_nothing(endless: Run, victim: str):
     log = endless.wait_for(lambda log: len(steps(log)) >= 2)
     before = boots(log, victim)
@@ -86,6 +92,13 @@ def test_kill_9_of_one_actor_in_the_middle_stops_no_training_and_loses_nothing(e
     log = endless.wait_for(lambda log: len(boots(log, victim)) > len(before))
     trained = len(steps(log))
     endless.wait_for(lambda log: len(steps(log)) >= trained + 2)
+
+
+@pytest.mark.parametrize("moment", [trainer_mid_broadcast, engine_loaded, coordinator_killed, store_restarted])
+def test_a_fault_at_its_moment_in_a_refit_stops_no_training_and_loses_nothing(endless: Run, moment: Moment):
+    """`make chaos` causes the others too."""
+    endless.wait_for(lambda log: len(steps(log)) >= 2)
+    strike(endless, moment)
 
 
 def _lives(pid: int) -> bool:

@@ -8,9 +8,7 @@ SGLang's `/update_weights_from_tensor` takes. Pickles are only ever written here
 from __future__ import annotations
 
 import base64
-import contextlib
 import io
-import os
 import pickle
 import time
 import types
@@ -24,6 +22,7 @@ import torch
 from torch._utils import _rebuild_tensor_v2
 from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
+from actors.leftovers import BUCKET, Claim
 from actors.refit.transports.plan import size_of
 from actors.refit.transports.tensors import flat_bytes
 from contracts.events import TensorSpec
@@ -58,18 +57,14 @@ class HostBuffer:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._name = f"sluice-{uuid.uuid4().hex}"
-        self._path = DIRECTORY / self._name
-        descriptor = os.open(self._path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        self._name = f"{BUCKET}{uuid.uuid4().hex}"
+        self._claim = Claim.file(DIRECTORY / self._name, max(size, 1))
         try:
-            # a full file system answers here, and not by a signal at the first write
-            os.posix_fallocate(descriptor, 0, max(size, 1))
-            self._memory = torch.from_file(str(self._path), shared=True, size=max(size, 1), dtype=torch.uint8)
+            path = str(self._claim.path)
+            self._memory = torch.from_file(path, shared=True, size=max(size, 1), dtype=torch.uint8)
         except BaseException:
-            self._path.unlink()
+            self._claim.drop()
             raise
-        finally:
-            os.close(descriptor)
 
     def fill(self, tensors: Iterable[torch.Tensor], deadline: float) -> None:
         """See `Buffer.fill`."""
@@ -79,14 +74,13 @@ class HostBuffer:
         """See `Buffer.part`."""
         if form == "shared":
             return _shared(HostMemory(self._name), tensors)
-        storage = _Call(torch.ByteStorage.from_file, str(self._path), False, self.size)
+        storage = _Call(torch.ByteStorage.from_file, str(self._claim.path), False, self.size)
         flat = _Call(_rebuild_tensor_v2, storage, 0, (self.size,), (1,), False, OrderedDict())
         return _pickled(flat, tensors)
 
     def close(self) -> None:
         """See `Buffer.close`."""
-        with contextlib.suppress(FileNotFoundError):
-            self._path.unlink()
+        self._claim.drop()
 
 
 class CudaBuffer:

@@ -8,7 +8,7 @@ Every wait ends at the deadline of the transfer; `abandon` ends it by shutting t
 from __future__ import annotations
 
 import contextlib
-import shutil
+import secrets
 import socket
 import tempfile
 import threading
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from actors.leftovers import MEETING, Claim, sweep
 from actors.refit.transports import Offer, Sent, TransferError
 from actors.refit.transports.buffers import Buffer, Form, buffer
 from actors.refit.transports.plan import plan
@@ -43,6 +44,7 @@ class IpcSender:
         self._offered: _Offered | None = None
         self._attempt: _Attempt | None = None
         self._buffers: list[Buffer] = []
+        sweep()  # what a trainer before this one was killed with
 
     def offer(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Offer:
         """See `Sender.offer`."""
@@ -116,8 +118,8 @@ class _Meeting:
     """A socket in a directory that nobody else may enter."""
 
     def __init__(self) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="sluice-ipc-"))
-        self.path = self._directory / "offer"
+        self._claim = Claim.directory(Path(tempfile.gettempdir()) / f"{MEETING}{secrets.token_hex(8)}")
+        self.path = self._claim.path / "offer"
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self.listener.bind(str(self.path))
@@ -131,7 +133,7 @@ class _Meeting:
         with contextlib.suppress(OSError):
             self.listener.shutdown(socket.SHUT_RDWR)  # wakes an accept under way
         self.listener.close()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._claim.drop()
 
 
 class _Offered:

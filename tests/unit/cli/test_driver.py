@@ -163,6 +163,33 @@ async def test_a_run_is_started_watched_and_stopped_with_the_recorder_last() -> 
     assert scene.driver.late == []
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["one actor", "the run"])
+async def test_another_start_of_one_actor_is_fenced_off_and_one_of_the_run_ends_this_session(again: bool) -> None:
+    scene = Scene()
+    launches: list[list[str]] = []
+
+    def launched() -> None:
+        launches.append(scene.processes.launched)
+        if len(launches) == 1:
+            scene.log.put(trained(2), start=1)
+            if again:
+                other = Story()
+                other.add(events.RunStarted(config_digest="digest", resumed=True))
+                scene.log.put(other)
+            asyncio.get_running_loop().call_later(0.05, lambda: scene.processes.gone.update({"refit": Left("fenced")}))
+        else:
+            scene.processes.gone.clear()
+            asyncio.get_running_loop().call_later(0.05, scene.driver.interrupt)
+
+    scene.processes.on_launch = launched
+    verdict = await scene.run()
+    if again:
+        assert (verdict.code, len(launches)) == (Exit.FAILED, 1)
+        assert "refit: left the run (fenced)" in verdict.message
+    else:
+        assert (verdict.code, launches[1:]) == (Exit.INTERRUPTED, [["refit"]])
+
+
 @pytest.mark.parametrize("how", ["shorter", "another", "overtaken"])
 async def test_a_store_that_lost_what_was_read_from_it_ends_the_run(how: str) -> None:
     scene = Scene()

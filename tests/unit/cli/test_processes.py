@@ -196,12 +196,13 @@ from pipeline.reaper import MARK, Reaper
 os.environ[MARK] = sys.argv[1]
 reaper = Reaper(sys.argv[1])
 child = subprocess.Popen(
-    [sys.executable, "-S", "-c", "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True);"
-     "print('up', flush=True); import time; time.sleep(600)"],
+    [sys.executable, "-P", "-c",
+     "import subprocess, time, uuid; subprocess.Popen(['sleep', '600'], start_new_session=True);"
+     "from actors.leftovers import BUCKET, SHARED, Claim; held = Claim.file(SHARED / (BUCKET + uuid.uuid4().hex), 1);"
+     "print(held.path, flush=True); time.sleep(600)"],
     stdout=subprocess.PIPE, start_new_session=True,
 )
-child.stdout.readline()
-print("up", flush=True)
+print(child.stdout.readline().decode(), end="", flush=True)
 time.sleep(600)
 """
 
@@ -212,12 +213,13 @@ def test_nothing_outlives_a_driver_that_is_killed() -> None:
     driver = subprocess.Popen([sys.executable, "-P", "-c", FAMILY, mark], stdout=subprocess.PIPE, text=True)
     try:
         assert driver.stdout is not None
-        assert driver.stdout.readline() == "up\n"
+        claimed = Path(driver.stdout.readline().strip())
+        assert claimed.is_file(), "memory that its trainer shares with engines"
         assert len(marked(f"{MARK}={mark}")) >= 2
         driver.send_signal(signal.SIGKILL)
         driver.wait()
         deadline = time.monotonic() + 20
-        while marked(f"{MARK}={mark}"):
+        while marked(f"{MARK}={mark}") or claimed.exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)
     finally:

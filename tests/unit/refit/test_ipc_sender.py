@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import base64
+import os
 import pickle
 import socket
 import stat
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +20,7 @@ import pytest
 import torch
 
 from actors.engine.torch_server import shared
+from actors.leftovers import BUCKET, sweep
 from actors.refit.transports import Offer, Sent, TransferError
 from actors.refit.transports.buffers import Form, HostBuffer
 from actors.refit.transports.ipc import IpcSender
@@ -281,12 +285,11 @@ def test_a_newer_offer_replaces_an_older_one(sender: IpcSender) -> None:
 
 
 def test_memory_that_can_not_be_had_is_a_clear_error(sender: IpcSender, monkeypatch: pytest.MonkeyPatch) -> None:
-    from actors.refit.transports import buffers
 
     def full(*_: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(buffers.os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", full)
     sender.offer(weights(1))
     with pytest.raises(TransferError, match=r"No space left.*lower refit\.bucket_mib"):
         sender.send(started(1, 1), FAR)
@@ -299,7 +302,7 @@ def test_memory_that_can_not_be_had_is_a_clear_error(sender: IpcSender, monkeypa
     ("change", "said"),
     [
         ({"name": "../etc/passwd"}, "no name of shared memory"),
-        ({"name": "sluice-" + "0" * 32}, "No such file"),
+        ({"name": "sluice-bucket-" + "0" * 32}, "No such file"),
     ],
 )
 def test_only_shared_memory_of_ours_is_opened(change: dict[str, str], said: str) -> None:
@@ -331,3 +334,63 @@ def test_a_description_that_reaches_beyond_the_memory_is_refused() -> None:
 def test_anything_but_one_description_is_refused(parts: list[str]) -> None:
     with pytest.raises(ValueError, match=r"serialized_named_tensors|description of shared memory"):
         shared.parse(parts)
+
+
+# --- what a killed trainer leaves ------------------------------------------------------------------------------------
+
+TRAINER = """
+import time, torch
+from actors.refit.transports.ipc import IpcSender
+sender = IpcSender(1 << 20, "shared")
+offer = sender.offer([("w", torch.zeros(8))])
+sender._room(sender._offered)
+print(offer.address, *(one._claim.path for one in sender._buffers), flush=True)
+time.sleep(600)
+"""
+
+
+def trainer() -> tuple[subprocess.Popen[str], list[Path]]:
+    """Another trainer of this host that has offered, and what it made."""
+    process = subprocess.Popen([sys.executable, "-c", TRAINER], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    socket_, *buffers = process.stdout.readline().removeprefix("unix:").split()
+    return process, [Path(socket_).parent, *map(Path, buffers)]
+
+
+def test_a_successor_removes_what_a_killed_trainer_left_and_nothing_of_one_that_lives() -> None:
+    killed, left = trainer()
+    living, kept = trainer()
+    try:
+        assert len(left) == 3
+        killed.kill()
+        killed.wait()
+        assert all(path.exists() for path in [*left, *kept])
+        mine = IpcSender(1 << 20, "shared")
+        offer = mine.offer(weights(1))
+        assert not any(path.exists() for path in left)
+        assert all(path.exists() for path in kept)
+        IpcSender(1 << 20, "shared").close()
+        assert Path(offer.address.removeprefix("unix:")).exists(), "a sweep spares what its own process has"
+        mine.close()
+    finally:
+        for process in (killed, living):
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+        sweep()
+    assert not any(path.exists() for path in kept)
+
+
+def test_a_file_of_the_name_that_is_no_ones_is_removed_but_no_link_is_followed(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    link, stale = (DIRECTORY / f"{BUCKET}{os.getpid():032x}", DIRECTORY / f"{BUCKET}{os.getpid() + 1:032x}")
+    link.symlink_to(tmp_path / "precious")
+    stale.touch()
+    try:
+        found = sweep()
+        assert stale in found
+        assert link not in found
+        assert (tmp_path / "precious").read_text() == "mine"
+    finally:
+        link.unlink()
