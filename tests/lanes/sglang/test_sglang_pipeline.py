@@ -1,41 +1,54 @@
-"""`pipeline up sglang-cpu`: a whole run whose tokens come from the real server."""
+"""`pipeline up sglang-cpu`: a whole run whose tokens come from the real server, which is killed in the middle."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import signal
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from pipeline.eventlog import archived, render
-from pipeline.rundir import RunDir
+from tests.chaos.processes import children, send
+from tests.e2e.conftest import Run, boots, steps
 
 PATIENCE_S = 400.0
-"""Longest that such a run may take on a loaded machine."""
-PIPELINE = Path(sys.executable).parent / "pipeline"
+"""Longest wait for an event of such a run on a loaded machine."""
+STEPS = 6
 
 
-@pytest.mark.timeout(2 * PATIENCE_S)
-def test_a_run_trains_on_tokens_of_the_real_server(sglang_python: str, tmp_path: Path) -> None:
-    path = tmp_path / "run"
-    words = [f"run_dir={path}", f"engine.python={sglang_python}", "steps=3"]
-    done = subprocess.run([PIPELINE, "up", "sglang-cpu", *words], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:] + _logs(path)
-    subprocess.run([PIPELINE, "verify", str(path)], check=True, timeout=60)
-    log = [msgspec.json.decode(render(*item)) for item in archived(RunDir.open(path))]
+@pytest.mark.timeout(3 * PATIENCE_S)
+def test_a_run_trains_on_tokens_of_the_real_server_and_of_its_successor(sglang_python: str, tmp_path: Path) -> None:
+    """Uncertain until it has loaded whole weights, which its tokens then show to be those of the trainer."""
+    words = [f"run_dir={tmp_path / 'run'}", f"engine.python={sglang_python}", f"steps={STEPS}", "refit.verify=probe"]
+    run = Run(tmp_path / "run", "sglang-cpu", *words, "engine.restart_backoff_s=0.1", patience_s=PATIENCE_S)
+    try:
+        log = run.wait_for(lambda log: bool(steps(log)))
+        (server,) = children(boots(log, "engine-0")[-1]["body"]["pid"])
+        send(server, signal.SIGKILL)
+        assert run.end() == 0, run.tail() + _logs(run.path)
+    finally:
+        run.kill()
+    run.verify()
+    log = run.events()
 
     def bodies(kind: str) -> list[dict]:
         return [event["body"] for event in log if event["kind"] == kind]
 
-    assert [step["step"] for step in bodies("step.finished")] == [1, 2, 3]
-    assert len(bodies("refit.committed")) >= 3
-    assert not bodies("refit.failed")
-    assert not bodies("engine.quarantined")
-    # what the server says of its tokens is what the trainer computes for the same weights
+    (dead,) = bodies("engine.dead")
+    assert (dead["boot"], "signal SIGKILL" in dead["reason"]) == (1, True), dead
+    assert [step["step"] for step in bodies("step.finished")] == [*range(1, STEPS + 1)]
+    health = [(event["boot"], event["health"]) for event in bodies("engine.health")]
+    assert health.index((2, "uncertain")) < health.index((2, "healthy"))
+    loads = [event for event in bodies("engine.loaded") if event["boot"] == 2]
+    assert loads
+    assert all(len(load["probe"]) == 4 for load in loads), "its weights generate"
+    sources = {
+        (source["engine"], source["boot"]) for event in bodies("trajectory.finished") for source in event["sources"]
+    }
+    assert sources == {("engine-0", 1), ("engine-0", 2)}
+    # what a server says of its tokens is what the trainer computes for the same weights
     gaps = [step["metrics"].get("mismatch_kl_lag0") for step in bodies("step.finished")]
     assert gaps[0] is not None
+    assert gaps[-1] is not None
     assert all(0 <= gap < 1e-4 for gap in gaps if gap is not None), gaps
 
 
