@@ -67,7 +67,8 @@ class Fault(msgspec.Struct, frozen=True, kw_only=True):
 def plan(seed: int, faults: int = 10) -> list[Fault]:
     """The schedule of a seed: `faults` of them, now and then everything dies in the middle, and it does at the end."""
     random = Random(f"processes/{seed}")
-    kinds: list[Kind] = ["kill"] * 4 + ["stop"] * 3 + ["server"] + ["store"] * 2 + ["stop store"] * 2
+    weights: dict[Kind, int] = {"kill": 4, "stop": 3, "server": 1, "store": 2, "stop store": 2}
+    kinds = [kind for kind, weight in weights.items() for _ in range(weight)]
     made = [_drawn(random, random.choice(kinds)) for _ in range(faults)]
     if random.random() < 0.5:
         made.insert(random.randrange(1, faults), Fault(kind=random.choice(BLACKOUTS), after=random.uniform(0.0, 2.0)))
@@ -117,6 +118,7 @@ class Storm:
     def play(self, faults: Sequence[Fault], further: int = 3) -> dict[str, int]:
         """Answers the checker's summary. Raises AssertionError with the run's last words."""
         try:
+            done = 0
             self._start("steps=100000")
             for number, fault in enumerate(faults):
                 self._wait(fault.after)

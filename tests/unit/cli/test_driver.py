@@ -7,7 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
-from story import ACTORS, Story, booted, committed, failed, stepped, trained
+from story import (  # pyright: ignore[reportMissingImports] - pytest puts its folder on the path
+    ACTORS,
+    Story,
+    booted,
+    committed,
+    failed,
+    stepped,
+    trained,
+)
 
 from actors.recorder.metrics import Row
 from actors.recorder.ordering import number

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -146,7 +147,7 @@ def test_a_local_ray_that_is_late_is_tried_again(
 
     late = ray.init
 
-    def init(**options: object) -> None:
+    def init(**options: Any) -> None:
         monkeypatch.setattr(ray, "init", lambda **options: late_ray.append("up"))
         late(**options)
 
