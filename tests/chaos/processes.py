@@ -68,7 +68,7 @@ def plan(seed: int, faults: int = 10) -> list[Fault]:
     """The schedule of a seed: `faults` of them, now and then everything dies in the middle, and it does at the end."""
     random = Random(f"processes/{seed}")
     weights: dict[Kind, int] = {"kill": 4, "stop": 3, "server": 1, "store": 2, "stop store": 2}
-    kinds = [kind for kind, weight in weights.items() for _ in range(weight)]
+    kinds: list[Kind] = [kind for kind, weight in weights.items() for _ in range(weight)]
     made = [_drawn(random, random.choice(kinds)) for _ in range(faults)]
     if random.random() < 0.5:
         made.insert(random.randrange(1, faults), Fault(kind=random.choice(BLACKOUTS), after=random.uniform(0.0, 2.0)))
