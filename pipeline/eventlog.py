@@ -93,13 +93,15 @@ async def _present(run: RunDir, last: dict[str, str]) -> list[Entry]:
 
 
 def archived(run: RunDir, behind: Mapping[str, int] | None = None) -> Iterator[tuple[Entry, Envelope[Event]]]:
-    """Every archived event, in the order of commits; `behind` as in `archive.read`.
+    """Every archived event, in the order of commits; of the streams in `behind`, those past that number.
 
     Raises `PipelineError` if the archive is damaged.
     """
+    known = behind or {}
     try:
         for entry in archive.read(run.events, behind=behind):
-            yield entry, decode(entry.stream, entry.data)
+            if not known or number(entry.entry) > known.get(entry.stream, -1):
+                yield entry, decode(entry.stream, entry.data)
     except archive.ArchiveError as error:
         raise PipelineError(str(error), Exit.FAILED) from error
     except ContractError as error:

@@ -6,7 +6,8 @@ Pure: `View` reads no clock; times are seconds since the Unix epoch, taken from 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
@@ -17,41 +18,6 @@ from contracts.events import Event
 
 RATE_S = 15.0
 """Window of the generation rate."""
-TASKS = frozenset(
-    (
-        events.TaskIssued,
-        events.TrajectoryFinished,
-        events.SampleFailed,
-        events.TrajectoryRejected,
-        events.GroupDropped,
-        events.BufferDepth,
-        events.EvalFinished,
-    )
-)
-"""Events that `View._tasks` looks at; likewise the others."""
-POLICY = frozenset((events.PolicyReady, events.CheckpointSaved, events.TrainingFinished))
-REFIT = frozenset(
-    (
-        events.RefitRequested,
-        events.RefitCommitted,
-        events.RefitFailed,
-        events.EngineQuarantined,
-        events.EngineDead,
-        events.ActorLeft,
-        events.ActorBooted,
-    )
-)
-CONTROL = frozenset(
-    (
-        events.WaitStarted,
-        events.WaitEnded,
-        events.ActorFailed,
-        events.DataExhausted,
-        events.RunStarted,
-        events.RunStopping,
-        events.RunFinished,
-    )
-)
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -114,6 +80,7 @@ class View:
         self.gone: set[str] = set()
         self.hosts: dict[str, tuple[int, str]] = {}
         self.waits: dict[tuple[str, str], Wait] = {}
+        self.events = 0
         self.totals: Counter[str] = Counter()
         self.drops: Counter[str] = Counter()
         self.refitting: tuple[int, int, float] | None = None
@@ -128,28 +95,48 @@ class View:
         self.training_finished = False
         self.stopping: str | None = None
         self.finished: str | None = None
+        self._handlers: dict[type, Callable[[Any, float], None]] = {
+            events.TaskIssued: self._task,
+            events.TrajectoryFinished: self._trajectory,
+            events.SampleFailed: self._sample_failed,
+            events.TrajectoryRejected: self._rejected,
+            events.GroupDropped: self._dropped,
+            events.BufferDepth: self._depth_known,
+            events.EvalFinished: self._evaluated,
+            events.PolicyReady: self._policy,
+            events.CheckpointSaved: self._checkpoint,
+            events.TrainingFinished: self._trained,
+            events.RefitRequested: self._refit,
+            events.RefitCommitted: self._committed,
+            events.RefitFailed: self._refit_failed,
+            events.EngineQuarantined: self._quarantined,
+            events.EngineDead: self._engine_dead,
+            events.ActorLeft: self._left,
+            events.ActorBooted: self._booted,
+            events.WaitStarted: self._wait,
+            events.WaitEnded: self._wait_ended,
+            events.ActorFailed: self._failed,
+            events.DataExhausted: self._exhausted,
+            events.RunStarted: self._run_started,
+            events.RunStopping: self._run_stopping,
+            events.RunFinished: self._run_finished,
+        }
 
     def apply(self, envelope: Envelope[Event]) -> Row | None:
         """Consume one event; answers the row of a step that it finished."""
-        wall = envelope.wall_ns / 1e9
-        self.started_at = wall if self.started_at is None else self.started_at
+        wall, body = envelope.wall_ns / 1e9, envelope.body
+        if self.started_at is None:
+            self.started_at = wall
         self.last_at = wall
-        self.totals["events"] += 1
+        self.events += 1
         row = self._steps.apply(envelope)
         if row is not None:
             self._groups[row.version] = 0 if row.contents is None else row.contents.groups
             self.rows.append(row)
-        body = envelope.body
-        kind = type(body)
-        if kind in TASKS:
-            self._tasks(body, wall)
-        elif kind in POLICY:
-            self._policy(body, wall)
-        elif kind in REFIT:
-            self._refit(body, wall)
-        elif kind in CONTROL:
-            self._control(body, wall)
-        if isinstance(body, events.ActorFailed) and envelope.boot == 0:
+        handler = self._handlers.get(type(body))
+        if handler is not None:
+            handler(body, wall)
+        if envelope.boot == 0 and type(body) is events.ActorFailed:
             self.deaths.setdefault(body.actor, []).append(wall)
         return row
 
@@ -204,86 +191,106 @@ class View:
         self.boots, self.deaths, self.serving, self.waits, self.gone = {}, {}, {}, {}, set()
         self.failures.clear()
 
-    # --- folds ---
+    # --- folds: tasks ---
 
-    def _tasks(self, event: Event, wall: float) -> None:
-        match event:
-            case events.TaskIssued(split="train", only=()):
-                self.issued += 1
-            case events.TrajectoryFinished():
-                self.totals["trajectories"] += 1
-                self.totals["generated_tokens"] += event.completion_tokens
-                self._generated.append((wall, event.completion_tokens))
-                while self._generated[0][0] < wall - RATE_S:
-                    self._generated.popleft()
-            case events.SampleFailed():
-                self.totals[f"failed:{event.failure}"] += 1
-            case events.TrajectoryRejected():
-                self.totals[f"rejected:{event.reason}"] += 1
-            case events.GroupDropped():
-                self.drops[event.reason] += 1
-            case events.BufferDepth():
-                self.depth = event
-            case events.EvalFinished():
-                self.evaluations.append(Evaluation(event.step, event.version, event.mean_reward, wall))
+    def _task(self, event: events.TaskIssued, wall: float) -> None:
+        if event.split == "train" and not event.only:
+            self.issued += 1
 
-    def _policy(self, event: Event, wall: float) -> None:
-        match event:
-            case events.PolicyReady(abandoned=gone) if gone:
-                kept = [row for row in self.rows if row.version not in gone]
-                self.rows.clear()
-                self.rows.extend(kept)
-                self._groups = {version: n for version, n in self._groups.items() if version not in gone}
-            case events.CheckpointSaved():
-                self.checkpoint = event
-                for version in [version for version in self._groups if version <= event.version]:
-                    self._settled += self._groups.pop(version)
-            case events.TrainingFinished():
-                self.training_finished = True
+    def _trajectory(self, event: events.TrajectoryFinished, wall: float) -> None:
+        self.totals["trajectories"] += 1
+        self.totals["generated_tokens"] += event.completion_tokens
+        generated = self._generated
+        generated.append((wall, event.completion_tokens))
+        while generated[0][0] < wall - RATE_S:
+            generated.popleft()
 
-    def _refit(self, event: events.Event, wall: float) -> None:
-        match event:
-            case events.RefitRequested():
-                self.refitting = (event.epoch, event.version, wall)
-            case events.RefitCommitted():
-                self.refitting = None
-                self.first_commit_at = wall if self.first_commit_at is None else self.first_commit_at
-                self.refits.append(refit(event, wall))
-                self.totals["refits"] += 1
-                self.serving = {member.actor: event.version for member in event.engines}
-            case events.RefitFailed():
-                self.refitting = None
-                self.mishaps.append(Mishap(event.epoch, None, f"{event.phase}: {event.reason}", wall))
-                self.totals["failed_refits"] += 1
-            case events.EngineQuarantined():
-                self.mishaps.append(Mishap(event.epoch, event.engine, event.reason, wall))
-                self.totals["quarantines"] += 1
-                self.serving.pop(event.engine, None)
-            case events.EngineDead():
-                self.serving.pop(event.engine, None)
-            case events.ActorLeft():
-                self.gone.add(event.actor)
-            case events.ActorBooted():
-                self.gone.discard(event.actor)
-                self.boots.setdefault(event.actor, []).append(wall)
-                self.hosts[event.actor] = (event.pid, event.host)
-                self.serving.pop(event.actor, None)
-                self.waits = {key: wait for key, wait in self.waits.items() if wait.actor != event.actor}
+    def _sample_failed(self, event: events.SampleFailed, wall: float) -> None:
+        self.totals[f"failed:{event.failure}"] += 1
 
-    def _control(self, event: Event, wall: float) -> None:
-        match event:
-            case events.WaitStarted():
-                wait = Wait(event.actor, event.on, event.cause, wall, event.deadline_at)
-                self.waits[event.actor, event.on] = wait
-            case events.WaitEnded():
-                self.waits.pop((event.actor, event.on), None)
-            case events.ActorFailed():
-                self.failures.append(Failure(event.actor, event.error, event.message, event.fatal, wall))
-            case events.DataExhausted():
-                self.exhausted = True
-            case events.RunStarted():
-                self.begin()
-            case events.RunStopping():
-                self.stopping = event.reason
-            case events.RunFinished():
-                self.finished = event.reason
+    def _rejected(self, event: events.TrajectoryRejected, wall: float) -> None:
+        self.totals[f"rejected:{event.reason}"] += 1
+
+    def _dropped(self, event: events.GroupDropped, wall: float) -> None:
+        self.drops[event.reason] += 1
+
+    def _depth_known(self, event: events.BufferDepth, wall: float) -> None:
+        self.depth = event
+
+    def _evaluated(self, event: events.EvalFinished, wall: float) -> None:
+        self.evaluations.append(Evaluation(event.step, event.version, event.mean_reward, wall))
+
+    # --- folds: policy ---
+
+    def _policy(self, event: events.PolicyReady, wall: float) -> None:
+        if event.abandoned:
+            kept = [row for row in self.rows if row.version not in event.abandoned]
+            self.rows.clear()
+            self.rows.extend(kept)
+            self._groups = {version: n for version, n in self._groups.items() if version not in event.abandoned}
+
+    def _checkpoint(self, event: events.CheckpointSaved, wall: float) -> None:
+        self.checkpoint = event
+        for version in [version for version in self._groups if version <= event.version]:
+            self._settled += self._groups.pop(version)
+
+    def _trained(self, event: events.TrainingFinished, wall: float) -> None:
+        self.training_finished = True
+
+    # --- folds: refits and the fleet ---
+
+    def _refit(self, event: events.RefitRequested, wall: float) -> None:
+        self.refitting = (event.epoch, event.version, wall)
+
+    def _committed(self, event: events.RefitCommitted, wall: float) -> None:
+        self.refitting = None
+        self.first_commit_at = wall if self.first_commit_at is None else self.first_commit_at
+        self.refits.append(refit(event, wall))
+        self.totals["refits"] += 1
+        self.serving = {member.actor: event.version for member in event.engines}
+
+    def _refit_failed(self, event: events.RefitFailed, wall: float) -> None:
+        self.refitting = None
+        self.mishaps.append(Mishap(event.epoch, None, f"{event.phase}: {event.reason}", wall))
+        self.totals["failed_refits"] += 1
+
+    def _quarantined(self, event: events.EngineQuarantined, wall: float) -> None:
+        self.mishaps.append(Mishap(event.epoch, event.engine, event.reason, wall))
+        self.totals["quarantines"] += 1
+        self.serving.pop(event.engine, None)
+
+    def _engine_dead(self, event: events.EngineDead, wall: float) -> None:
+        self.serving.pop(event.engine, None)
+
+    def _left(self, event: events.ActorLeft, wall: float) -> None:
+        self.gone.add(event.actor)
+
+    def _booted(self, event: events.ActorBooted, wall: float) -> None:
+        self.gone.discard(event.actor)
+        self.boots.setdefault(event.actor, []).append(wall)
+        self.hosts[event.actor] = (event.pid, event.host)
+        self.serving.pop(event.actor, None)
+        self.waits = {key: wait for key, wait in self.waits.items() if wait.actor != event.actor}
+
+    # --- folds: waits and control ---
+
+    def _wait(self, event: events.WaitStarted, wall: float) -> None:
+        self.waits[event.actor, event.on] = Wait(event.actor, event.on, event.cause, wall, event.deadline_at)
+
+    def _wait_ended(self, event: events.WaitEnded, wall: float) -> None:
+        self.waits.pop((event.actor, event.on), None)
+
+    def _failed(self, event: events.ActorFailed, wall: float) -> None:
+        self.failures.append(Failure(event.actor, event.error, event.message, event.fatal, wall))
+
+    def _exhausted(self, event: events.DataExhausted, wall: float) -> None:
+        self.exhausted = True
+
+    def _run_started(self, event: events.RunStarted, wall: float) -> None:
+        self.begin()
+
+    def _run_stopping(self, event: events.RunStopping, wall: float) -> None:
+        self.stopping = event.reason
+
+    def _run_finished(self, event: events.RunFinished, wall: float) -> None:
+        self.finished = event.reason

@@ -22,8 +22,8 @@ from contracts.core import Entry
 LEVEL = 3
 CUT = ".cut.zst"
 """End of the name of a segment that `cut` has rewritten."""
-CHUNK = 1 << 20
-"""Bytes read from a segment at a time."""
+CHUNK = 1 << 17
+"""Bytes read from a segment at a time: with each frame, what is left of them is copied."""
 
 
 class ArchiveError(Exception):

@@ -9,7 +9,8 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -163,25 +164,6 @@ class Memory(msgspec.Struct, frozen=True):
     last_wall: float | None
 
 
-COUNTED = frozenset(
-    (
-        events.TrajectoryFinished,
-        events.SampleFailed,
-        events.GroupDropped,
-        events.BatchReady,
-        events.BufferDepth,
-        events.EvalFinished,
-        events.RefitCommitted,
-        events.RefitFailed,
-        events.EngineQuarantined,
-        events.ActorBooted,
-        events.WaitEnded,
-        events.StepFinished,
-    )
-)
-"""Events that a row depends on."""
-
-
 class Steps:
     """Folds the log; `apply` answers a row when a step is finished."""
 
@@ -196,6 +178,20 @@ class Steps:
         self._waits: dict[str, float] = {}
         self._totals: Counter[str] = Counter()
         self._last_wall: float | None = None
+        self._handlers: dict[type, Callable[[Any, float], Row | None]] = {
+            events.TrajectoryFinished: self._finished_sample,
+            events.SampleFailed: self._failed_sample,
+            events.GroupDropped: self._dropped,
+            events.BatchReady: self._batch,
+            events.BufferDepth: self._depth_known,
+            events.EvalFinished: self._evaluated,
+            events.RefitCommitted: self._committed,
+            events.RefitFailed: self._refit_failed,
+            events.EngineQuarantined: self._quarantined,
+            events.ActorBooted: self._booted,
+            events.WaitEnded: self._waited,
+            events.StepFinished: self._row,
+        }
 
     def memory(self) -> Memory:
         """Everything that the next rows depend on."""
@@ -218,46 +214,52 @@ class Steps:
 
     def apply(self, envelope: Envelope[Event]) -> Row | None:
         """Consume one event, in log order."""
-        if type(envelope.body) not in COUNTED:
-            return None
-        wall = envelope.wall_ns / 1e9
-        match envelope.body:
-            case events.TrajectoryFinished() as finished:
-                self._count(finished)
-            case events.SampleFailed() as failed:
-                self._totals["failed_samples"] += 1
-                self._totals["noncontiguous"] += failed.failure == "noncontiguous"
-            case events.GroupDropped():
-                self._totals["dropped_groups"] += 1
-            case events.BatchReady() as batch:
-                self._batches[batch.batch] = contents(batch)
-            case events.BufferDepth() as depth:
-                self._depth = depth
-            case events.EvalFinished() as evaluated:
-                self._eval = evaluated.mean_reward
-            case events.RefitCommitted() as committed:
-                self._totals["refits"] += 1
-                self._refit = refit(committed, wall)
-            case events.RefitFailed():
-                self._totals["failed_refits"] += 1
-            case events.EngineQuarantined():
-                self._totals["quarantines"] += 1
-            case events.ActorBooted(boot=boot) if boot > 1:
-                self._totals["restarts"] += 1
-            case events.WaitEnded() as wait:
-                who = waiting(wait.actor, wait.on)
-                self._waits[who] = self._waits.get(who, 0.0) + wait.seconds
-            case events.StepFinished() as step:
-                return self._row(step, wall)
-        return None
+        handler = self._handlers.get(type(envelope.body))
+        return None if handler is None else handler(envelope.body, envelope.wall_ns / 1e9)
 
-    def _count(self, finished: events.TrajectoryFinished) -> None:
-        self._generated += finished.completion_tokens
-        self._totals["noncontiguous"] += "noncontiguous" in finished.components
-        if finished.split == "train":
+    def _finished_sample(self, event: events.TrajectoryFinished, wall: float) -> None:
+        self._generated += event.completion_tokens
+        components = event.components
+        if "noncontiguous" in components:
+            self._totals["noncontiguous"] += 1
+        if event.split == "train":
             self._finished += 1
-            for name, value in finished.components.items():
-                self._components[name] = self._components.get(name, 0.0) + value
+            sums = self._components
+            for name, value in components.items():
+                sums[name] = sums.get(name, 0.0) + value
+
+    def _failed_sample(self, event: events.SampleFailed, wall: float) -> None:
+        self._totals["failed_samples"] += 1
+        self._totals["noncontiguous"] += event.failure == "noncontiguous"
+
+    def _batch(self, event: events.BatchReady, wall: float) -> None:
+        self._batches[event.batch] = contents(event)
+
+    def _depth_known(self, event: events.BufferDepth, wall: float) -> None:
+        self._depth = event
+
+    def _evaluated(self, event: events.EvalFinished, wall: float) -> None:
+        self._eval = event.mean_reward
+
+    def _committed(self, event: events.RefitCommitted, wall: float) -> None:
+        self._totals["refits"] += 1
+        self._refit = refit(event, wall)
+
+    def _booted(self, event: events.ActorBooted, wall: float) -> None:
+        self._totals["restarts"] += event.boot > 1
+
+    def _waited(self, event: events.WaitEnded, wall: float) -> None:
+        who = waiting(event.actor, event.on)
+        self._waits[who] = self._waits.get(who, 0.0) + event.seconds
+
+    def _dropped(self, event: events.GroupDropped, wall: float) -> None:
+        self._totals["dropped_groups"] += 1
+
+    def _refit_failed(self, event: events.RefitFailed, wall: float) -> None:
+        self._totals["failed_refits"] += 1
+
+    def _quarantined(self, event: events.EngineQuarantined, wall: float) -> None:
+        self._totals["quarantines"] += 1
 
     def _row(self, step: events.StepFinished, wall: float) -> Row:
         depth = self._depth
@@ -289,7 +291,8 @@ class Steps:
             components={name: total / self._finished for name, total in self._components.items()},
             noncontiguous_total=self._totals["noncontiguous"],
         )
-        self._batches = {number: batch for number, batch in self._batches.items() if number > step.batch - KEEP}
+        for number in [number for number in self._batches if number <= step.batch - KEEP]:
+            del self._batches[number]
         self._refit, self._eval, self._generated, self._last_wall = None, None, 0, wall
         self._finished = 0
         self._components.clear()
@@ -297,6 +300,7 @@ class Steps:
         return row
 
 
+@lru_cache(1024)
 def waiting(actor: str, on: str) -> str:
     """Who waits for whom, by kinds: `refit` on `engine-0,engine-1,trainer` is `refit/engine+trainer`."""
     kinds = sorted({kind_of(name.strip()) for name in on.split(",")})

@@ -65,7 +65,7 @@ def _training(board: Board) -> Iterator[Figure]:
 
 def _work(board: Board, now: float) -> Iterator[Figure]:
     view, model = board.view, board.model
-    yield _count("events_total", "Events in the log.", view.totals["events"])
+    yield _count("events_total", "Events in the log.", view.events)
     yield _count("trajectories_total", "Trajectories that were finished.", view.totals["trajectories"])
     yield _count("generated_tokens_total", "Tokens of finished trajectories.", view.totals["generated_tokens"])
     yield _gauge("generated_tokens_per_second", "Tokens of finished trajectories lately.", view.generated_per_s(now))

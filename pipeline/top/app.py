@@ -137,7 +137,8 @@ class Top(App[None]):
         self._fill("streams", tables.streams(board, now, self._feed.depths if live else None))
         self._fill("buffer", tables.buffer(board, now))
         wanted = self.query_one("#search", Input).value.lower()
-        rows = (row for row in tables.events(board.recent) if wanted in " ".join(row).lower())
+        listed = tables.events(board.recent, board.view.started_at or 0.0)
+        rows = (row for row in listed if wanted in " ".join(row).lower())
         self._fill("events", rows)
 
     def _fill(self, name: str, rows: Iterable[Row]) -> None:

@@ -61,6 +61,10 @@ class Feed:
     def stop(self) -> None:
         self._stop.set()
 
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait until the archive is read to its end, and a live run is over."""
+        self._thread.join(timeout_s)
+
     def at(self, position: int) -> Board:
         """The board of an archived moment, read anew from the nearest mark. Raises `PipelineError`."""
         with self.lock:

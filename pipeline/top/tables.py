@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 from actors import registry
 from config.schema import RunConfig
 from contracts.envelope import STREAMS, WORK_STREAMS
+from contracts.events import kind
 from pipeline.bus.model import Depth
+from pipeline.oneline import summary
 from pipeline.progress import figures
 from pipeline.top.board import Board, Item
 from pipeline.why.look import FLOOR_S, Look, span
@@ -23,8 +24,6 @@ ENGINES = ("engine", "state", "version", "in flight", "boot", "since", "reason")
 STREAMS_HEAD = ("stream", "events", "length", "unread", "in hand", "oldest")
 EVENTS = ("entry", "time", "actor", "kind", "what")
 BUFFER = ("groups", "count", "oldest")
-MOST = 200
-"""Characters of an event that are shown."""
 
 
 def headline(config: RunConfig, board: Board, now: float, *, live: bool) -> list[tuple[str, str]]:
@@ -55,15 +54,13 @@ def actors(config: RunConfig, board: Board, now: float) -> list[Row]:
 def engines(config: RunConfig, board: Board, now: float, evidence: Evidence) -> list[Row]:
     """Requests in flight are known where a gateway could be looked into."""
     serving = board.view.serving
-    look = Look(board.model, config, now, evidence, FLOOR_S)
-    calls = Counter(call.engine for call in look.in_flight())
-    known = any(True for _ in look.gateways())
+    requests = Look(board.model, config, now, evidence, FLOOR_S).requests()
     return [
         (
             name,
             each.mode,
             str(serving.get(name, "")),
-            str(calls[name]) if known else "",
+            "" if requests is None else str(requests[name]),
             str(each.boot),
             f"{span(now - each.since)} ago",
             each.reason,
@@ -115,18 +112,16 @@ def buffer(board: Board, now: float) -> list[Row]:
     return rows
 
 
-def events(items: Sequence[Item]) -> Iterator[Row]:
-    """The newest first."""
+def events(items: Sequence[Item], zero: float) -> Iterator[Row]:
+    """The newest first. `zero`: the time of the run's first event."""
     for entry, envelope in reversed(items):
-        kind = type(envelope.body).__struct_config__.tag
-        yield (entry.entry, clock(envelope.wall_ns / 1e9), envelope.actor, str(kind), brief(envelope.body))
-
-
-def brief(body: Any) -> str:
-    """The short fields of an event, on one line."""
-    fields = ((name, getattr(body, name)) for name in body.__struct_fields__)
-    shown = [f"{name}={value}" for name, value in fields if isinstance(value, int | float | str) and value != ""]
-    return " ".join(shown)[:MOST]
+        yield (
+            entry.entry,
+            clock(envelope.wall_ns / 1e9),
+            envelope.actor,
+            kind(envelope.body),
+            summary(envelope.body, zero),
+        )
 
 
 def clock(at: float) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 
@@ -15,6 +14,7 @@ from contracts.core import Entry
 from contracts.envelope import STREAM_OF, Envelope, decode
 from contracts.events import Event
 from pipeline.selection import KINDS
+from pipeline.ui._columns import Columns
 
 BLOCK = 512
 """Events that are compressed together."""
@@ -23,7 +23,12 @@ LEVEL = -3
 KEPT = 8
 """Blocks that stay decompressed."""
 
+NAMES = ("positions", "walls", "kinds", "actors", "ids", "causes", "sizes")
+POSITION, WALL, KIND, ACTOR, ID, CAUSE, SIZE = range(7)
+
 Rows = NDArray[np.int64]
+Item = tuple[Entry, Envelope[Event], int]
+"""An event: its entry, decoded, and the number of the entry."""
 STREAMS = {kind.__struct_config__.tag: stream for kind, stream in STREAM_OF.items()}
 
 
@@ -41,18 +46,22 @@ class Query(msgspec.Struct, frozen=True):
     until: float | None = None
 
 
+class _Numbers(dict[str, int]):
+    """Numbers names in the order in which they are met."""
+
+    def __missing__(self, name: str) -> int:
+        number = self[name] = len(self)
+        return number
+
+
 class Index:
     """The events by row, from 0, in log order."""
 
     def __init__(self) -> None:
-        self.actors: list[str] = []
-        self._actor_numbers: dict[str, int] = {}
+        self._actor_numbers = _Numbers()
         self._kind_numbers = {kind: number for number, kind in enumerate(KINDS)}
-        self._types = {kind: (self._kind_numbers[kind.__struct_config__.tag], STREAM_OF[kind]) for kind in STREAM_OF}
-        self._positions, self._walls = array("q"), array("q")
-        self._kinds, self._actors = array("B"), array("H")
-        self._ids, self._causes = array("q"), array("q")
-        self._sizes = array("I")
+        self._types = {kind: self._kind_numbers[kind.__struct_config__.tag] for kind in STREAM_OF}
+        self._columns = Columns("qqBHqqI")
         self._blocks: list[bytes] = []
         self._open: list[bytes] = []
         self._pack = zstandard.ZstdCompressor(level=LEVEL)
@@ -60,51 +69,60 @@ class Index:
         self._unpacked: dict[int, bytes] = {}
 
     def __len__(self) -> int:
-        return len(self._walls)
+        return len(self._columns)
 
-    def append(self, position: int, envelope: Envelope[Event], data: bytes) -> int:
-        """Take the next event, whose encoding is `data`; answers its row."""
-        actor = self._actor_numbers.get(envelope.actor)
-        if actor is None:
-            actor = self._actor_numbers[envelope.actor] = len(self.actors)
-            self.actors.append(envelope.actor)
-        self._positions.append(position)
-        self._walls.append(envelope.wall_ns)
-        self._kinds.append(self._types[type(envelope.body)][0])
-        self._actors.append(actor)
-        self._ids.append(hash(envelope.id))
-        cause = envelope.causation_id
-        self._causes.append(0 if cause is None else hash(cause))
-        self._sizes.append(len(data))
-        self._open.append(data)
-        if len(self._open) == BLOCK:
-            self._blocks.append(self._pack.compress(b"".join(self._open)))
-            self._open = []
-        return len(self._walls) - 1
+    def extend(self, batch: Sequence[Item]) -> int:
+        """Take the next events; answers the row of the first."""
+        first, types, actors = len(self._columns), self._types, self._actor_numbers
+        envelopes = [envelope for _, envelope, _ in batch]
+        causes = [envelope.causation_id for envelope in envelopes]
+        data = [entry.data for entry, _, _ in batch]
+        self._columns.extend(
+            (
+                [position for _, _, position in batch],
+                [envelope.wall_ns for envelope in envelopes],
+                [types[type(envelope.body)] for envelope in envelopes],
+                [actors[envelope.actor] for envelope in envelopes],
+                [hash(envelope.id) for envelope in envelopes],
+                [0 if cause is None else hash(cause) for cause in causes],
+                map(len, data),
+            )
+        )
+        self._open += data
+        while len(self._open) >= BLOCK:
+            self._blocks.append(self._pack.compress(b"".join(self._open[:BLOCK])))
+            del self._open[:BLOCK]
+        return first
+
+    @property
+    def actors(self) -> list[str]:
+        """Who emitted something, in the order in which they first did."""
+        return list(self._actor_numbers)
 
     # --- one event ---
 
     def position(self, row: int) -> int:
-        return self._positions[row]
+        return self._columns.column(POSITION)[row]
 
     def wall(self, row: int) -> float:
         """Seconds since the Unix epoch."""
-        return self._walls[row] / 1e9
+        return self._columns.column(WALL)[row] / 1e9
 
     def kind(self, row: int) -> str:
-        return KINDS[self._kinds[row]]
+        return KINDS[self._columns.column(KIND)[row]]
 
     def actor(self, row: int) -> str:
-        return self.actors[self._actors[row]]
+        return self.actors[self._columns.column(ACTOR)[row]]
 
     def entry(self, row: int) -> Entry:
         """The event as it stands in the log."""
         block, place = divmod(row, BLOCK)
-        stream, entry = STREAMS[self.kind(row)], f"{self._positions[row]}-0"
+        stream, entry = STREAMS[self.kind(row)], f"{self.position(row)}-0"
         if block == len(self._blocks):
             return Entry(stream, entry, self._open[place])
-        data, start = self._block(block), sum(self._sizes[block * BLOCK : row])
-        return Entry(stream, entry, data[start : start + self._sizes[row]])
+        sizes = self._columns.column(SIZE)
+        data, start = self._block(block), sum(sizes[block * BLOCK : row])
+        return Entry(stream, entry, data[start : start + sizes[row]])
 
     def envelope(self, row: int) -> Envelope[Event]:
         entry = self.entry(row)
@@ -142,8 +160,8 @@ class Index:
     # --- many ---
 
     def column(self, name: str) -> NDArray[np.int64]:
-        """A copy of the column `positions`, `walls` (ns), `kinds`, `actors`, `ids` or `causes`."""
-        return np.array(getattr(self, f"_{name}"))
+        """A copy of the column of that name, see `NAMES`; walls are in nanoseconds."""
+        return np.array(self._columns.column(NAMES.index(name)))
 
     def choose(self, query: Query) -> Rows:
         """Rows that a query wants, by everything but its text."""
@@ -177,11 +195,12 @@ class Index:
         if needle not in data:
             return []
         first = block * BLOCK
-        ends = np.cumsum(self._sizes[first : first + BLOCK]).tolist()
+        sizes = self._columns.column(SIZE)
+        ends = np.cumsum(sizes[first : first + BLOCK]).tolist()
         found = []
         for row in rows.tolist():
             end = ends[row - first]
-            if data.find(needle, end - self._sizes[row], end) >= 0:
+            if data.find(needle, end - sizes[row], end) >= 0:
                 found.append(row)
         return found
 

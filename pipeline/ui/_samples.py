@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
 
 from contracts import events as ev
+from pipeline.ui._columns import Columns
 
 PAGE = 200
 """Most samples of one answer."""
@@ -25,41 +26,47 @@ class Wanted(msgspec.Struct, frozen=True):
     order: Order = "newest"
 
 
+ROW, INDEX, TOKENS, REWARD, OLDEST, NEWEST, TRAIN = range(7)
+
+
 class Samples:
-    """Feed every `trajectory.finished` to `take`."""
+    """Feed every `trajectory.finished` to `extend`."""
 
     def __init__(self) -> None:
-        self._rows, self._indexes, self._tokens = array("I"), array("q"), array("I")
-        self._rewards = array("d")
-        self._oldest, self._newest, self._train = array("q"), array("q"), array("B")
+        self._columns = Columns("IqIdqqB")
 
-    def take(self, row: int, event: ev.TrajectoryFinished) -> None:
-        """The sample that the event of `row` tells of."""
-        self._rows.append(row)
-        self._indexes.append(event.index)
-        self._tokens.append(event.completion_tokens)
-        self._rewards.append(event.reward)
-        sources = event.sources
-        self._oldest.append(sources[0].version if sources else -1)
-        self._newest.append(sources[-1].version if sources else -1)
-        self._train.append(event.split == "train")
+    def extend(self, rows: Sequence[int], samples: Sequence[ev.TrajectoryFinished]) -> None:
+        """The samples that the events of `rows` tell of."""
+        self._columns.extend(
+            (
+                rows,
+                [sample.index for sample in samples],
+                [sample.completion_tokens for sample in samples],
+                [sample.reward for sample in samples],
+                [sample.sources[0].version if sample.sources else -1 for sample in samples],
+                [sample.sources[-1].version if sample.sources else -1 for sample in samples],
+                [sample.split == "train" for sample in samples],
+            )
+        )
 
     def page(self, wanted: Wanted, offset: int, limit: int) -> tuple[int, list[int]]:
         """How many samples are wanted, and the rows of a page of them."""
-        mask = np.ones(len(self._rows), bool)
+        column = self._columns.column
+        mask = np.ones(len(self._columns), bool)
         if wanted.index is not None:
-            mask &= np.array(self._indexes) == wanted.index
+            mask &= np.array(column(INDEX)) == wanted.index
         if wanted.version is not None:
-            mask &= (np.array(self._oldest) <= wanted.version) & (np.array(self._newest) >= wanted.version)
+            mask &= (np.array(column(OLDEST)) <= wanted.version) & (np.array(column(NEWEST)) >= wanted.version)
         if wanted.split is not None:
-            mask &= np.array(self._train) == (wanted.split == "train")
+            mask &= np.array(column(TRAIN)) == (wanted.split == "train")
         found = np.nonzero(mask)[0][::-1]
-        keys: dict[Order, Any] = {"lowest": self._rewards, "highest": self._rewards, "longest": self._tokens}
+        keys: dict[Order, int] = {"lowest": REWARD, "highest": REWARD, "longest": TOKENS}
         if wanted.order in keys:
-            key = np.array(keys[wanted.order], float)[found]
+            key = np.array(column(keys[wanted.order]), float)[found]
             found = found[np.argsort(key if wanted.order == "lowest" else -key, kind="stable")]
         page = found[max(0, offset) : max(0, offset) + min(limit, PAGE)]
-        return len(found), [self._rows[int(n)] for n in page]
+        rows = column(ROW)
+        return len(found), [rows[int(n)] for n in page]
 
 
 def line(row: int, event: ev.TrajectoryFinished, at: float, actor: str) -> dict[str, Any]:

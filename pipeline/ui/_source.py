@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any, Literal
 
 import msgspec
@@ -17,12 +18,13 @@ from contracts.core import Entry
 from contracts.envelope import STREAMS, ContractError, decode
 from pipeline.rundir import RunDir
 from pipeline.ui._data import RunData, Shown, told
+from pipeline.ui._index import Item
 from pipeline.why import load
 from pipeline.why.result import Evidence, StoreFacts
 
 PAGE = 2000
 BLOCK_MS = 1000
-BATCH = 250
+BATCH = 500
 """Events folded before others get their turn."""
 CONNECT_S = 2.0
 LOOK_S = 2.0
@@ -97,19 +99,22 @@ class Source:
 
     async def _take(self, entries: Iterable[Entry]) -> None:
         """Fold what is new."""
-        for count, entry in enumerate(entries, 1):
-            if count % BATCH == 0:
-                await self._tell()
-                await asyncio.sleep(0)
+        entries = iter(entries)
+        while batch := list(islice(entries, BATCH)):
+            self.data.extend(list(self._decoded(batch)))
+            await self._tell()
+            await asyncio.sleep(0)
+
+    def _decoded(self, entries: Sequence[Entry]) -> Iterator[Item]:
+        """Those that are new and can be read."""
+        for entry in entries:
             if (position := number(entry.entry)) <= self._last:
                 continue
             self._last = position
             try:
-                envelope = decode(entry.stream, entry.data)
+                yield entry, decode(entry.stream, entry.data), position
             except ContractError:
                 self.data.unreadable += 1
-                continue
-            self.data.apply(entry, envelope)
 
     async def _rest(self) -> None:
         """Wait until somebody goes on with an archived run."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
+from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,6 +13,7 @@ from contracts import events as ev
 from contracts.envelope import Envelope
 from pipeline.trace import WAITS, Span, Spans
 from pipeline.ui._barriers import Barriers, Stretch
+from pipeline.ui._columns import Columns
 from pipeline.ui._index import Index
 
 SPANS = 400
@@ -50,17 +50,36 @@ SHOWN_OTHERWISE = (
 """Kinds whose spans the barrier lanes stand for."""
 
 
-class Lane(msgspec.Struct):
+class Lane:
     """Spans of one track of one actor. Times in seconds since the run's first event; `rows`: the event that ended each;
     `names`: index into the names of the timeline."""
 
-    actor: str
-    track: str
-    starts: array[float]
-    ends: array[float]
-    kinds: array[int]
-    rows: array[int]
-    names: array[int]
+    def __init__(self, actor: str, track: str) -> None:
+        self.actor = actor
+        self.track = track
+        self._columns = Columns("ddBIi")
+        self.put = self._columns.append
+        """Take a span: (start, end, kind, row, name)."""
+
+    @property
+    def starts(self) -> Any:
+        return self._columns.column(0)
+
+    @property
+    def ends(self) -> Any:
+        return self._columns.column(1)
+
+    @property
+    def kinds(self) -> Any:
+        return self._columns.column(2)
+
+    @property
+    def rows(self) -> Any:
+        return self._columns.column(3)
+
+    @property
+    def names(self) -> Any:
+        return self._columns.column(4)
 
 
 class Timeline(Spans):
@@ -69,6 +88,8 @@ class Timeline(Spans):
     def __init__(self) -> None:
         super().__init__()
         self.lanes: dict[tuple[str, str], Lane] = {}
+        self._puts: dict[str, Callable[[tuple[Any, ...]], None]] = {}
+        """Actor -> what takes its rollouts."""
         self._names: list[str] = []
         self._numbers: dict[str, int] = {}
         self._row = 0
@@ -105,7 +126,12 @@ class Timeline(Spans):
 
     def _rollout(self, actor: str, body: ev.TrajectoryFinished, at: float) -> None:
         """By far the most spans of a run: their names are read from their events when they are shown."""
-        self._put(actor, "rollouts", ROLLOUT, -1, at - body.seconds * 1e6, at)
+        put = self._puts.get(actor)
+        if put is None:
+            put = self._puts[actor] = self._lane_of(actor, "rollouts").put
+        end = at / 1e6
+        begin = end - body.seconds
+        put((begin if begin > 0.0 else 0.0, end, ROLLOUT, self._row, -1))
 
     def _stretch(self, found: Stretch) -> None:
         well = found.end in WELL
@@ -118,15 +144,13 @@ class Timeline(Spans):
         self._put(found.engine, "barrier", NUMBERS[kind], self._name(name), found.start, found.stop)
 
     def _put(self, actor: str, track: str, kind: int, name: int, start: float, end: float) -> None:
+        self._lane_of(actor, track).put((max(0.0, start / 1e6), end / 1e6, kind, self._row, name))
+
+    def _lane_of(self, actor: str, track: str) -> Lane:
         lane = self.lanes.get((actor, track))
         if lane is None:
-            empty = (array("d"), array("d"), array("B"), array("I"), array("i"))
-            lane = self.lanes[actor, track] = Lane(actor, track, *empty)
-        lane.starts.append(max(0.0, start / 1e6))
-        lane.ends.append(end / 1e6)
-        lane.kinds.append(kind)
-        lane.rows.append(self._row)
-        lane.names.append(name)
+            lane = self.lanes[actor, track] = Lane(actor, track)
+        return lane
 
     def _name(self, name: str) -> int:
         number = self._numbers.get(name)
@@ -182,8 +206,9 @@ class Timeline(Spans):
         return shown
 
     def _span(self, lane: Lane, index: Index, n: int) -> list[Any]:
-        name = self._names[lane.names[n]] if lane.names[n] >= 0 else sample_name(index.envelope(lane.rows[n]).body)
-        return [lane.starts[n], lane.ends[n], lane.kinds[n], lane.rows[n], name]
+        number, row = lane.names[n], lane.rows[n]
+        name = self._names[number] if number >= 0 else sample_name(index.envelope(row).body)
+        return [lane.starts[n], lane.ends[n], lane.kinds[n], row, name]
 
     def _open_ends(self, begin: float, end: float) -> list[list[Any]]:
         """What is under way at the log's end: `[actor, track, start, kind, name]`."""

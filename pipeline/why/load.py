@@ -15,7 +15,8 @@ from actors import registry
 from actors.recorder import archive
 from actors.recorder.ordering import START, advance, number, settled
 from config.schema import RunConfig
-from contracts.envelope import STREAMS, WORK_STREAMS, decode
+from contracts.core import Entry
+from contracts.envelope import STREAMS, WORK_STREAMS, Envelope, decode
 from contracts.events import ActorBooted, RunStopping
 from pipeline import eventlog
 from pipeline.cores import core_of
@@ -63,25 +64,31 @@ class Follower:
         self.done = False
         self._until = until
 
-    def take(self, stream: str, entry: str, envelope: Any) -> bool:
-        """Fold one event; False once the moment is passed."""
-        at, position = envelope.wall_ns / 1e9, number(entry)
-        started = self.model.started_at if self.model.events else at
-        if self._until is not None and self._until.passed(position, envelope.id, at, started or at):
+    def take(self, entry: Entry, envelope: Envelope[Any], position: int | None = None) -> bool:
+        """Fold one event, in place `position` (that of its entry); False once the moment is passed."""
+        model, body = self.model, envelope.body
+        position = number(entry.entry) if position is None else position
+        if self._until is not None and self._passed(envelope, position):
             self.done = True
             return False
-        if isinstance(envelope.body, RunStopping) and self.before_stop is None:
-            self.before_stop = (copy.deepcopy(self.model), envelope.body.reason, at)
-        elif isinstance(envelope.body, ActorBooted):
-            self.pids[envelope.body.actor] = (envelope.body.host, envelope.body.pid)
-        self.model.apply(envelope, position)
-        self.last[stream] = entry
-        if self.model.stopping is None:
+        kind = type(body)
+        if kind is ActorBooted:
+            self.pids[body.actor] = (body.host, body.pid)
+        elif kind is RunStopping and self.before_stop is None:
+            self.before_stop = (copy.deepcopy(model), body.reason, envelope.wall_ns / 1e9)
+        model.apply(envelope, position)
+        self.last[entry.stream] = entry.entry
+        if model.stopping is None:
             self.before_stop = None
         if self._until is not None and self._until.id == envelope.id:
             self.done = True
             return False
         return True
+
+    def _passed(self, envelope: Envelope[Any], position: int) -> bool:
+        assert self._until is not None
+        at, started = envelope.wall_ns / 1e9, self.model.started_at
+        return self._until.passed(position, envelope.id, at, started or at)
 
 
 def gather(run: RunDir, config: RunConfig, until: Moment | None = None, *, look: bool = True) -> Case:
@@ -93,7 +100,7 @@ def gather(run: RunDir, config: RunConfig, until: Moment | None = None, *, look:
     """
     follower = Follower(until)
     for entry, envelope in eventlog.archived(run):
-        if not follower.take(entry.stream, entry.entry, envelope):
+        if not follower.take(entry, envelope):
             break
     live = until is None and follower.model.finished is None and archive.has_writer(run.events)
     evidence = Evidence()
@@ -187,7 +194,7 @@ async def _ask_store(run: RunDir, config: RunConfig, follower: Follower, *, look
         while found := settled(await bus.read_after(cursors, count=PAGE, block_ms=None), PAGE):
             cursors = advance(cursors, found)
             for entry in found:
-                follower.take(entry.stream, entry.entry, decode(entry.stream, entry.data))
+                follower.take(entry, decode(entry.stream, entry.data))
         seen = await states(bus, config) if look else {}
         return Evidence(states=seen, store=await store_facts(bus))
     except BusError as error:

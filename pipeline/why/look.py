@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from statistics import median
@@ -139,6 +140,12 @@ class Look:
             if (request := state.requests.get(call.request)) is not None
         ]
         return [each for each in found if engine in (None, each.engine)]
+
+    def requests(self) -> Counter[str] | None:
+        """Engine -> requests in flight there; None if no gateway can be looked into."""
+        if not any(True for _ in self.gateways()):
+            return None
+        return Counter(call.engine for call in self.in_flight())
 
     def held(self) -> int | None:
         """Requests that gateways hold back; None if no gateway can be looked into."""

@@ -88,7 +88,7 @@ class Model:
         self.losses: list[Loss] = []
         self.problems: deque[Problem] = deque(maxlen=KEPT)
         self.skews: dict[str, Skew] = {}
-        self._peak: tuple[float, str] = (0.0, "")
+        self._peak_at, self._ahead = 0.0, ""
         self._boot = 0
         self.stopping: tuple[str, float] | None = None
         self.finished: str | None = None
@@ -101,7 +101,7 @@ class Model:
     def apply(self, envelope: Envelope[Any], position: int | None = None) -> None:
         """Consume the next event of the log, at place `position` of it (default: the next)."""
         wall_ns, name, body, boot = envelope.wall_ns, envelope.actor, envelope.body, envelope.boot
-        at = wall_ns / 1e9
+        at, kind = wall_ns / 1e9, type(body)
         self.events += 1
         self.position = self.position + 1 if position is None else position
         if self.started_at is None:
@@ -114,13 +114,13 @@ class Model:
         mono_ns = envelope.mono_ns
         if mono_ns and wall_ns - mono_ns != actor.offset_ns:
             self._clock(actor, name, at, wall_ns - mono_ns)
-        if at > self._peak[0]:
-            self._peak = (at, name)
-        elif self._peak[0] - at > SKEW_S:
+        if at > self._peak_at:
+            self._peak_at, self._ahead = at, name
+        elif self._peak_at - at > SKEW_S:
             self._late(name, at)
-        if boot < actor.boot and boot and type(body) is not ev.ActorLeft:
+        if boot < actor.boot and boot and kind is not ev.ActorLeft:
             self.usurped.append((name, boot, actor.boot, at))
-        handler = self._handlers.get(type(body))
+        handler = self._handlers.get(kind)
         if handler is not None:
             self._boot = boot
             handler(body, at, name)
@@ -159,7 +159,7 @@ class Model:
 
     def _late(self, name: str, at: float) -> None:
         """No event lies long before one that was committed earlier."""
-        peak, ahead = self._peak
+        peak, ahead = self._peak_at, self._ahead
         if name == "driver" or ahead == name:
             return
         culprit, seconds = self._odd_one(name, ahead, peak - at)
@@ -204,8 +204,9 @@ class Model:
         if group is None or event.sample in group.results:
             return
         self.moved_at = at
-        group.results[event.sample] = Result(at, by, usable, self.position)
-        if len(group.results) >= group.size and group.complete_at is None:
+        results = group.results
+        results[event.sample] = Result(at, by, usable, self.position)
+        if len(results) >= group.size and group.complete_at is None:
             group.complete_at = at
             self.group_s.append(at - group.issued_at)
 

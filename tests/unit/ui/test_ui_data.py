@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from contracts import events as ev
 from contracts.events import kind
+from pipeline.oneline import summary
 from pipeline.ui import _index, _timeline
 from pipeline.ui._barriers import Barriers, Stretch
-from pipeline.ui._data import RunData, summary
+from pipeline.ui._data import RunData
 from pipeline.ui._index import Index, Query
 from pipeline.ui._plots import peaks, thin
 from pipeline.ui._samples import Wanted
@@ -47,7 +48,7 @@ def test_blocks_and_the_open_end_hold_the_same(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(_index, "KEPT", 1)
     index = Index()
     for entry, (position, envelope) in zip(scene.world.store.log, log_of(scene), strict=True):
-        index.append(position, envelope, entry.data)
+        index.extend([(entry, envelope, position)])
     assert [index.envelope(row) for row in range(len(index))] == [envelope for _, envelope in log_of(scene)]
     found = [row for part in index.containing(range(len(index)), "ENGINE-1") for row in part]
     assert found == [row for row, entry in enumerate(scene.world.store.log) if b"engine-1" in entry.data]
@@ -225,7 +226,7 @@ def test_a_window_of_much_is_bins_and_nothing_is_lost(monkeypatch: pytest.Monkey
 def test_what_is_under_way_at_the_end_is_told(scene: Scene):
     timeline, index = Timeline(), Index()
     for entry, (position, envelope) in zip(scene.world.store.log, log_of(scene), strict=True):
-        timeline.take(index.append(position, envelope, entry.data), envelope)
+        timeline.take(index.extend([(entry, envelope, position)]), envelope)
         if isinstance(envelope.body, ev.TransferStarted):
             break
     under_way = timeline.window(index, 0.0, timeline.length, 800)["open"]
