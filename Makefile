@@ -47,7 +47,7 @@ $(SGLANG_VENV)/.installed: constraints-sglang.txt
 	$(PYTHON) -m venv --clear $(SGLANG_VENV)
 	$(SGLANG_PIP) -c constraints-sglang.txt torch
 	$(SGLANG_PIP) --no-deps -r constraints-sglang.txt
-	$(SGLANG_VENV)/bin/python actors/engine/sglang_cpu.py --help >/dev/null
+	$(SGLANG_VENV)/bin/python actors/engine/inside/launch.py --help >/dev/null
 	touch $@
 
 test-sglang: install sglang ## The lane against the real SGLang server: conformance, barrier, whole runs

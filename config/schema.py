@@ -231,10 +231,15 @@ class RefitConfig(Section, frozen=True, kw_only=True):
     """End to end, from refit.requested to commit or failure."""
     drain_deadline_s: Seconds = 30.0
     """Part of `deadline_s` after which engines that have not drained are quarantined."""
-    bucket_mib: Annotated[float, msgspec.Meta(gt=0)] = 256.0
+    bucket_mib: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    """Tensors that travel together. By default 256 on a CPU, and on a GPU an eighth of its free memory, 64 to 512."""
     transport: Literal["gloo", "nccl", "ipc"] = "gloo"
     """How weights travel: `gloo` over TCP; `nccl` from GPU to GPU; `ipc` through memory shared by trainer and engines,
     which are on one host (CUDA IPC on a GPU)."""
+    receiver: Literal["direct", "sglang"] = "direct"
+    """What takes the weights in a server of engine.kind=sglang: `direct`, a receiver of ours in SGLang's processes, has
+    them go straight into the live parameters, in one call, and tells what it holds; `sglang` is SGLang's own, bucket by
+    bucket. A model whose layout `direct` can't follow goes through SGLang's loader, and engine.loaded says so."""
     verify: Literal["digest", "probe", "none"] = "digest"
     """Before a commit: `digest` compares what each engine holds with what was sent, where the engine can tell; `probe`
     also has each engine generate for a fixed prompt, and compares their log-probabilities."""
@@ -355,3 +360,8 @@ class RunConfig(Section, frozen=True, kw_only=True):
         if self.buffer.window is not None:
             return self.buffer.window
         return 1 + (self.widest_window - 1) // 4 if self.buffer.sampler == "windowed" else 1
+
+
+def is_direct(config: RunConfig) -> bool:
+    """Whether the engines take weights by a receiver of ours in SGLang's processes."""
+    return config.engine.kind == "sglang" and config.refit.receiver == "direct"

@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from contracts.weights import Checksum
+
 FailureKind = Literal["infra", "data", "timeout", "noncontiguous"]
 """Why a rollout ended without a usable trajectory. Each kind has a budget of attempts; none is ever reward 0."""
 
@@ -326,7 +328,8 @@ class EngineDrained(Record, frozen=True, kw_only=True, tag="engine.drained"):
 class TransferOffered(Record, frozen=True, kw_only=True, tag="transfer.offered"):
     """Trainer -> coordinator and engines: a frozen copy of `version` is ready to be sent as `buckets`.
 
-    `digest` is `contracts.weights.digest` of the copy. Receivers meet rank 0 at `address:port`.
+    `digest` is `contracts.weights.digest` of the copy, over `checksum`s of its tensors. Receivers meet rank 0 at
+    `address:port`.
     """
 
     epoch: int
@@ -337,6 +340,7 @@ class TransferOffered(Record, frozen=True, kw_only=True, tag="transfer.offered")
     buckets: tuple[Bucket, ...]
     bytes: int
     digest: str
+    checksum: Checksum = "xxh3_128"
 
 
 class Rank(msgspec.Struct, frozen=True):
@@ -380,10 +384,19 @@ class TransferFailed(Record, frozen=True, kw_only=True, tag="transfer.failed"):
     reason: str
 
 
+class Phase(msgspec.Struct, frozen=True):
+    """A part of something that took `seconds` in all."""
+
+    name: str
+    seconds: float
+
+
 class EngineLoaded(Record, frozen=True, kw_only=True, tag="engine.loaded"):
     """Engine -> coordinator: all buckets loaded, cache flushed. `digest` of what it holds, empty if it can't tell.
 
-    `probe`: log-probabilities of what it generates greedily for a fixed prompt, with refit.verify=probe.
+    `probe`: log-probabilities of what it generates greedily for a fixed prompt, with refit.verify=probe. `phases`:
+    what `seconds` were spent on, in order. `receiver` is what took the weights, where there is a choice
+    (refit.receiver); `fallback` says why it was not the one that was asked for.
     """
 
     epoch: int
@@ -392,6 +405,9 @@ class EngineLoaded(Record, frozen=True, kw_only=True, tag="engine.loaded"):
     digest: str
     seconds: float
     probe: tuple[float, ...] = ()
+    phases: tuple[Phase, ...] = ()
+    receiver: str = ""
+    fallback: str = ""
 
 
 class EngineFailed(Record, frozen=True, kw_only=True, tag="engine.failed"):

@@ -16,7 +16,9 @@ from typing import Any
 from actors.engine import colocated, manifest, probe, server
 from actors.engine.client import CallError, HttpEngineClient
 from actors.engine.core import EngineCore
+from actors.engine.direct import Direct
 from actors.engine.lease import LeaseKeeper
+from actors.engine.loading import CALL_S, FLUSH_S, Loading, Unfit
 from actors.engine.proxy import Proxy
 from actors.engine.server import Server, ServerError
 from actors.engine.state import (
@@ -37,16 +39,12 @@ from actors.engine.state import (
     StartServer,
     Watch,
 )
-from config.schema import RunConfig
+from config.schema import RunConfig, is_direct
 from contracts.core import Context, Fatal
 from contracts.weights import digest
 
 PROBE_S, PROBE_DEADLINE_S, PROBE_MISSES = 2.0, 5.0, 3
 """Pause between two probes of the server, how long one may take, and how many in a row may fail."""
-CALL_S = 5.0
-"""How long the server may take to answer a call that has nothing to wait for; beyond that it counts as hung."""
-FLUSH_S = 1.0
-"""How long one flush waits for the server to be idle; a drain asks again."""
 
 
 class ServerGone(Exception):
@@ -63,6 +61,7 @@ class EngineShell:
         self._lease = LeaseKeeper(self.core)
         self._proxy = Proxy(self._lease.admit, self._status, gateway.request_deadline_s, gateway.max_body_mib * 2**20)
         self._server: Server | None = None
+        self._direct: Direct | None = None
         self._manifest: manifest.Manifest | None = None
         self._healthy = False
         self._paused = False
@@ -115,6 +114,8 @@ class EngineShell:
             ranks = await self._server.client.ranks(CALL_S)
         except (ServerError, CallError) as error:
             return ServerDead(str(error))
+        if is_direct(self._config):
+            self._direct = Direct(self._server.client)
         self._proxy.connect(self._server.client)
         self._healthy = True
         return ServerReady(self._url, ranks, time.monotonic() - started)
@@ -206,8 +207,7 @@ class EngineShell:
         try:
             async with asyncio.timeout(self._left(command.deadline_at)):
                 if command.hold:
-                    self._paused = True
-                    await self._client.pause(CALL_S)
+                    await self._pause()
                 else:
                     await self._empty(command)
                 if self._label is not None and (stranger := await self._stranger(CALL_S)) is not None:
@@ -245,67 +245,42 @@ class EngineShell:
         if wrong is not None:
             return LoadFailed(command.epoch, "manifest", "ManifestMismatch", wrong)
         logprobs: tuple[float, ...] = ()
-        phase = "pause"
+        self._label = None
+        loading = Loading(self._config, self._context, self._client, self._direct, self._pause, command)
         try:
             async with asyncio.timeout(self._left(command.deadline_at)):
-                self._paused, self._label = True, None
-                await self._client.pause(CALL_S)
-                if self._config.refit.transport == "ipc":
-                    phase = "receive"
-                    await self._take(command)
-                else:
-                    phase = "join"
-                    await self._join(command)
-                    phase = "receive"
-                    for bucket in command.buckets:
-                        timeout = self._left(command.deadline_at)
-                        await self._client.receive(bucket.tensors, command.group, str(command.version), timeout)
-                phase = "flush"
-                if not command.hold and not await self._client.flush(FLUSH_S):
-                    return LoadFailed(command.epoch, phase, "Busy", "requests are held: the cache can't be flushed")
-                phase = "verify"
-                held = await self._checksums(self._left(command.deadline_at))
-                if held is not None and (wrong := manifest.strangers(set(held), command.buckets)) is not None:
-                    return LoadFailed(command.epoch, phase, "ManifestMismatch", wrong)
+                held = await loading.run()
                 if self._config.refit.verify == "probe":
-                    logprobs = await self._continuation(command)
+                    with loading.within("verify"):
+                        logprobs = await self._continuation(command)
         except TimeoutError:
-            return LoadFailed(command.epoch, phase, "Deadline", "the deadline of the refit passed")
+            return LoadFailed(command.epoch, loading.phase, "Deadline", "the deadline of the refit passed")
+        except Unfit as error:
+            return LoadFailed(command.epoch, loading.phase, error.error, str(error))
         except (CallError, colocated.TransferBroke) as error:
-            return LoadFailed(command.epoch, phase, type(error).__name__, str(error))
+            return LoadFailed(command.epoch, loading.phase, type(error).__name__, str(error))
         self._label = str(command.version)
         found = "" if held is None else digest(held)
-        seconds = time.monotonic() - started
-        self._context.log.info("loaded", epoch=command.epoch, version=command.version, seconds=round(seconds, 3))
-        return Loaded(command.epoch, found, seconds, logprobs)
+        fallback = "" if self._direct is None else self._direct.fallback
+        receiver = (
+            "" if self._config.engine.kind != "sglang" else "direct" if self._direct and not fallback else "sglang"
+        )
+        return self._loaded(
+            command,
+            Loaded(command.epoch, found, time.monotonic() - started, logprobs, loading.phases, receiver, fallback),
+        )
 
-    async def _take(self, command: Receive) -> None:
-        context, left = self._context, self._left(command.deadline_at)
-        await colocated.take(command, context.actor, context.boot, self._client, left)
+    def _loaded(self, command: Receive, loaded: Loaded) -> Loaded:
+        log = self._context.log
+        if loaded.fallback:
+            log.warning("weights go through SGLang's loader", epoch=command.epoch, reason=loaded.fallback)
+        spent = {phase.name: round(phase.seconds, 4) for phase in loaded.phases}
+        log.info("loaded", epoch=command.epoch, version=command.version, seconds=round(loaded.seconds, 3), **spent)
+        return loaded
 
-    async def _join(self, command: Receive) -> None:
-        if command.leave is not None:
-            try:
-                await self._client.leave_group(command.leave, CALL_S)
-            except CallError as error:  # a group that broke is left badly; the new one has another name
-                self._context.log.warning("group not left", group=command.leave, error=str(error))
-        if command.fresh:
-            await self._client.join_group(
-                command.address,
-                command.port,
-                command.offset,
-                command.world_size,
-                command.group,
-                self._config.refit.transport,
-                self._left(command.deadline_at),
-            )
-
-    async def _checksums(self, timeout: float) -> dict[str, str] | None:
-        """Of what the server holds, by name; only ours checksums as the trainer does."""
-        if self._config.engine.kind != "torch" or self._config.refit.verify == "none":
-            return None
-        ranks = await self._client.checksums(timeout)
-        return ranks[0] if ranks else None
+    async def _pause(self) -> None:
+        self._paused = True
+        await self._client.pause(CALL_S)
 
     async def _continuation(self, command: Receive) -> tuple[float, ...]:
         await self._client.resume(CALL_S)
@@ -316,7 +291,8 @@ class EngineShell:
     async def _resume(self, command: Resume) -> Resumed | ServerDead:
         await self._lease.resumed()
         try:
-            await self._client.resume(CALL_S)
+            if self._paused:
+                await self._client.resume(CALL_S)
         except CallError as error:
             return ServerDead(f"the server does not go on after the commit of epoch {command.epoch}: {error}")
         self._paused = False

@@ -12,6 +12,7 @@ import msgspec
 
 from contracts.engine import EngineError
 from contracts.events import TensorSpec
+from contracts.weights import Checksum
 
 MIB = 2**20
 ANSWER_LIMIT = 8 * MIB
@@ -135,18 +136,28 @@ class HttpEngineClient:
     async def leave_group(self, group: str, timeout: float) -> None:
         await self._update("/destroy_weights_update_group", {"group_name": group}, timeout)
 
-    async def receive(self, tensors: Sequence[TensorSpec], group: str, version: str, timeout: float) -> None:
-        body = {
-            "names": [tensor.name for tensor in tensors],
-            "dtypes": [tensor.dtype for tensor in tensors],
-            "shapes": [tensor.shape for tensor in tensors],
-            "group_name": group,
-            "flush_cache": False,
-            "abort_all_requests": False,
-            "weight_version": version,
-            "load_format": "flattened_bucket",
-            "torch_empty_cache": False,
-        }
+    async def warm(self, group: str, timeout: float) -> None:
+        """Have the server take rank 0's first bytes, so that ranks are connected; they belong to no parameter."""
+        await self.receive([TensorSpec("sluice.warm", "uint8", (8,))], group, None, timeout)
+
+    async def command(
+        self,
+        command: str,
+        timeout: float,
+        group: str = "",
+        version: str | None = None,
+        tensors: Sequence[TensorSpec] = (),
+    ) -> str:
+        """POST /update_weights_from_distributed with a command to our receiver in place of a format; its message."""
+        path = "/update_weights_from_distributed"
+        body = _distributed(tensors, group, version, command)
+        answer = _parse(path, await self._post(path, body, timeout), _Outcome)
+        if not answer.success:
+            raise CallError(path, 200, answer.message)
+        return answer.message
+
+    async def receive(self, tensors: Sequence[TensorSpec], group: str, version: str | None, timeout: float) -> None:
+        body = _distributed(tensors, group, version, "flattened_bucket")
         await self._update("/update_weights_from_distributed", body, timeout)
 
     async def take(self, parts: Sequence[str], version: str, timeout: float) -> None:
@@ -161,9 +172,10 @@ class HttpEngineClient:
         }
         await self._update("/update_weights_from_tensor", body, timeout)
 
-    async def checksums(self, timeout: float) -> list[dict[str, str]] | None:
-        """None when the server has no such call."""
-        body = msgspec.json.encode({"action": "checksum"})
+    async def checksums(self, timeout: float, kind: Checksum = "xxh3_128") -> list[dict[str, str]] | None:
+        """None when the server has no such call. SGLang has no choice of `kind`, and ignores it."""
+        asked = {"action": "checksum"} | ({} if kind == "xxh3_128" else {"checksum": kind})
+        body = msgspec.json.encode(asked)
         answer = await self._call("POST", "/weights_checker", body, timeout, ANSWER_LIMIT)
         if answer.status in (404, 405, 501):
             return None
@@ -234,6 +246,7 @@ _NO_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=None)
 
 class _Outcome(msgspec.Struct):
     success: bool
+    message: str = ""
 
 
 class _Rank(msgspec.Struct):
@@ -250,6 +263,20 @@ class _ModelInfo(msgspec.Struct):
 
 class _ServerInfo(msgspec.Struct):
     tp_size: int = 1
+
+
+def _distributed(tensors: Sequence[TensorSpec], group: str, version: str | None, form: str) -> dict[str, Any]:
+    return {
+        "names": [tensor.name for tensor in tensors],
+        "dtypes": [tensor.dtype for tensor in tensors],
+        "shapes": [tensor.shape for tensor in tensors],
+        "group_name": group,
+        "flush_cache": False,
+        "abort_all_requests": False,
+        "weight_version": version,
+        "load_format": form,
+        "torch_empty_cache": False,
+    }
 
 
 def _ok(call: str, answer: Answer) -> Answer:

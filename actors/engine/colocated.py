@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable, Sequence
 
-from actors.engine.client import CallError, HttpEngineClient
+from actors.engine.client import CallError
 from actors.engine.state import Receive
 from contracts.handles import LINE_LIMIT, Filled, Hello, Message, Refused, Taken, line, parse
 
@@ -16,8 +17,15 @@ class TransferBroke(Exception):
     """The trainer isn't there, went away, or says what can't be: names the bucket."""
 
 
-async def take(command: Receive, engine: str, boot: int, client: HttpEngineClient, timeout: float) -> None:
-    """Load every bucket of `command` within `timeout` seconds.
+async def take(
+    command: Receive,
+    engine: str,
+    boot: int,
+    count: int,
+    load: Callable[[Sequence[str], float], Awaitable[None]],
+    timeout: float,
+) -> None:
+    """`load` (parts, one a rank; seconds) `count` buckets of `command` within `timeout` seconds.
 
     Raises `TransferBroke`, `CallError` when the server refuses a bucket (the trainer is told), and `TimeoutError`.
     """
@@ -26,10 +34,10 @@ async def take(command: Receive, engine: str, boot: int, client: HttpEngineClien
         reader, writer = await _connect(command.address)
         try:
             await _say(writer, Hello(engine, boot, command.epoch))
-            for index in range(len(command.buckets)):
+            for index in range(count):
                 filled = await _filled(reader, index)
                 try:
-                    await client.take(filled.parts, str(command.version), give_up_at - time.monotonic())
+                    await load(filled.parts, give_up_at - time.monotonic())
                 except CallError as error:
                     await _say(writer, Refused(index, str(error)))
                     raise

@@ -272,6 +272,7 @@ class EngineCore:
             buckets=offer.buckets,
             deadline_at=part.deadline_at,
             hold=part.hold,
+            checksum=offer.checksum,
         )
         part = replace(part, version=event.version)
         return replace(state, mode="loading", part=part, group=event.group), [receive]
@@ -284,6 +285,9 @@ class EngineCore:
             digest=input.digest,
             seconds=input.seconds,
             probe=input.probe,
+            phases=input.phases,
+            receiver=input.receiver,
+            fallback=input.fallback,
         )
         return replace(state, mode="loaded"), [_emit(loaded, state.epoch)]
 

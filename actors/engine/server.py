@@ -21,7 +21,7 @@ import msgspec
 
 from actors.engine.client import CallError, HttpEngineClient
 from config import gpus
-from config.schema import RunConfig
+from config.schema import RunConfig, is_direct
 
 HOST = "127.0.0.1"
 PROBE_S, PROBE_DEADLINE_S = 0.1, 5.0
@@ -82,7 +82,8 @@ def sglang_launch(config: RunConfig, model_dir: Path, label: str, index: int = 0
     engine = config.engine
     port = free_port()
     here = Path(__file__)
-    program = (str(here.with_name("sglang_cpu.py")),) if engine.device == "cpu" else ("-m", "sglang.launch_server")
+    apart, on_cpu = is_direct(config), engine.device == "cpu"
+    program = (str(here.parent / "inside" / "launch.py"),) if apart or on_cpu else ("-m", "sglang.launch_server")
     command = (
         *(sys.executable, "-I", "-S", str(here.with_name("guard.py"))),
         *(engine.python or sys.executable, *program),
@@ -98,13 +99,16 @@ def sglang_launch(config: RunConfig, model_dir: Path, label: str, index: int = 0
         *("--weight-version", label),
         *("--log-level", "warning"),
         *("--skip-tokenizer-init", "--skip-server-warmup"),
-        *(("--attention-backend", "torch_native", "--sleep-on-idle") if engine.device == "cpu" else ()),
+        *(("--attention-backend", "torch_native", "--sleep-on-idle") if on_cpu else ()),
         *_placed(gpus.of_engine(config, index)),
         *engine.args,
     )
     # by default the port of its gRPC server, which does not run, is `port` + 10000: too large for most free ports
     env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "SGLANG_GRPC_PORT": str(free_port())}
-    if engine.device == "cpu":
+    if apart:
+        # torch would end a process whose collective failed; ours is aborted, and the server goes on
+        env |= {"SLUICE_RECEIVER": "direct", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    if on_cpu:
         env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""} | _threads(engine.threads)
     return Launch(command, env, port=port, label=label)
 

@@ -6,7 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from contracts.events import Bucket, TransferOffered
+from contracts.events import Bucket, Phase, TransferOffered
+from contracts.weights import Checksum
 
 Mode = Literal[
     "starting", "uncertain", "draining", "drained", "loading", "loaded", "resuming", "serving", "lapsed", "dead"
@@ -51,12 +52,18 @@ class DrainFailed(msgspec.Struct, frozen=True, tag="drain_failed"):
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
-    """Result of `Receive`. `digest` is empty when the server can't tell, `probe` when it was not asked."""
+    """Result of `Receive`, for `contracts.events.EngineLoaded`.
+
+    `digest` is empty when the server can't tell, `probe` when it was not asked.
+    """
 
     epoch: int
     digest: str
     seconds: float
     probe: tuple[float, ...] = ()
+    phases: tuple[Phase, ...] = ()
+    receiver: str = ""
+    fallback: str = ""
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
@@ -131,6 +138,7 @@ class Receive(msgspec.Struct, frozen=True):
     buckets: tuple[Bucket, ...]
     deadline_at: float
     hold: bool = False
+    checksum: Checksum = "xxh3_128"
 
 
 class Resume(msgspec.Struct, frozen=True):

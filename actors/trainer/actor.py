@@ -206,6 +206,7 @@ class TrainerShell:
             buckets=offer.buckets,
             bytes=offer.bytes,
             digest=offer.digest,
+            checksum=offer.checksum,
         )
 
     async def _send(self, command: Send) -> Sent | TransferBroke:

@@ -295,6 +295,7 @@ class TrainerCore:
                 buckets=input.buckets,
                 bytes=input.bytes,
                 digest=input.digest,
+                checksum=input.checksum,
             )
         elif isinstance(input, Sent):
             event = TransferFinished(epoch=input.epoch, version=input.version, seconds=input.seconds, bytes=input.bytes)

@@ -8,6 +8,7 @@ import msgspec
 
 from contracts.core import Ref
 from contracts.events import BatchReady, Bucket, TransferStarted
+from contracts.weights import Checksum
 
 # --- commands --------------------------------------------------------------------------------------------------------
 
@@ -105,6 +106,7 @@ class Offered(msgspec.Struct, frozen=True, tag="offered"):
     buckets: tuple[Bucket, ...]
     bytes: int
     digest: str
+    checksum: Checksum = "xxh3_128"
 
 
 class Sent(msgspec.Struct, frozen=True, tag="sent"):

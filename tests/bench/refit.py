@@ -162,11 +162,12 @@ class GlooTrainer(Quiet):
         from actors import models
         from actors.engine.torch_server.config import read_config
         from actors.engine.torch_server.weights import Weights
+        from actors.refit.transports import choice
         from actors.refit.transports.gloo import GlooSender
 
         torch.set_num_threads(1)
         self.core = VersionsCore(last)
-        self._sender = GlooSender("127.0.0.1", int(config.refit.bucket_mib * 2**20))
+        self._sender = GlooSender("127.0.0.1", choice.bucket_bytes(config))
         directory = models.resolve("random", models.cache_dir(), PARAMS)
         weights = Weights(read_config(directory), torch.float32, torch.device("cpu"))
         weights.randomise(1)

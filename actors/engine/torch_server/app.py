@@ -310,7 +310,7 @@ class Server:
         body = protocol.decode(await request.read(), protocol.Check)
         if body.action != "checksum":
             raise BadRequest(f"action is {body.action!r}, this engine knows only 'checksum'")
-        checksums = await self._call(self.scheduler.model.weights.checksums)
+        checksums = await self._call(lambda: self.scheduler.model.weights.checksums(body.checksum))
         return _json({**protocol.outcome(True, "Success."), "ranks": [{"checksums": checksums}]})
 
     async def get_weights_by_name(self, request: web.Request) -> web.Response:

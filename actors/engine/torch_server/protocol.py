@@ -14,6 +14,7 @@ import msgspec
 
 from actors.engine.torch_server.generation import Generation
 from actors.engine.torch_server.sampling import BadRequest, parse_sampling, stream_key
+from contracts.weights import Checksum
 
 T = TypeVar("T")
 # prompts this engine has no reading of, and features it lacks
@@ -76,6 +77,7 @@ class Resume(msgspec.Struct):
 
 class Check(msgspec.Struct):
     action: str
+    checksum: Checksum = "xxh3_128"
 
 
 class GetWeights(msgspec.Struct):

@@ -13,7 +13,9 @@ from pathlib import Path
 
 import torch
 
+from actors.engine.inside import mix64
 from actors.engine.torch_server.config import ModelConfig
+from contracts.weights import Checksum
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -86,10 +88,12 @@ class Weights:
         own.copy_(tensor)
         return True
 
-    def checksums(self) -> dict[str, str]:
-        """Name -> hex xxh3_128 of the parameter's bytes in the engine's dtype."""
+    def checksums(self, kind: Checksum = "xxh3_128") -> dict[str, str]:
+        """Name -> hex checksum of the parameter's bytes in the engine's dtype."""
         import xxhash
 
+        if kind == "mix64":
+            return dict(zip(self.named, mix64.checksums(list(self.named.values())), strict=True))
         return {name: xxhash.xxh3_128_hexdigest(_bytes(tensor)) for name, tensor in self.named.items()}
 
     def _single(self, name: str, *shape: int) -> torch.Tensor:

@@ -8,16 +8,21 @@ from typing import Any, Protocol
 import msgspec
 
 from contracts.events import Bucket, TransferStarted
+from contracts.weights import Checksum
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """A frozen copy that can be sent: what `transfer.offered` says of it. `bytes` over all buckets."""
+    """A frozen copy that can be sent: what `transfer.offered` says of it. `bytes` over all buckets.
+
+    `digest` combines a `checksum` of each tensor.
+    """
 
     address: str
     port: int
     buckets: tuple[Bucket, ...]
     bytes: int
     digest: str
+    checksum: Checksum = "xxh3_128"
 
 
 class Sent(msgspec.Struct, frozen=True):

@@ -28,8 +28,8 @@ from actors.refit.transports.tensors import flat_bytes
 from contracts.events import TensorSpec
 from contracts.handles import DIRECTORY, CudaMemory, HostMemory, Shared
 
-Form = Literal["shared", "pickle"]
-"""`shared` for our own engine, `pickle` for SGLang."""
+Form = Literal["shared", "pickle", "direct"]
+"""`shared` for our own engine, `pickle` for SGLang, `direct` for our own receiver in SGLang's processes."""
 POLL_S = 0.0005
 """Pause between two looks whether a GPU is done."""
 
@@ -39,8 +39,11 @@ class Buffer(Protocol):
 
     size: int
 
-    def fill(self, tensors: Iterable[torch.Tensor], deadline: float) -> None:
-        """Copy the bytes of `tensors` in, one behind the other. `deadline`: `time.monotonic()`, `TimeoutError` then."""
+    def fill(self, tensors: Iterable[torch.Tensor], deadline: float, starts: Iterable[int] | None = None) -> None:
+        """Copy the bytes of `tensors` in, one behind the other, or to `starts`.
+
+        `deadline`: `time.monotonic()`, `TimeoutError` then.
+        """
         ...
 
     def part(self, tensors: Sequence[TensorSpec], form: Form) -> str:
@@ -66,14 +69,14 @@ class HostBuffer:
             self._claim.drop()
             raise
 
-    def fill(self, tensors: Iterable[torch.Tensor], deadline: float) -> None:
+    def fill(self, tensors: Iterable[torch.Tensor], deadline: float, starts: Iterable[int] | None = None) -> None:
         """See `Buffer.fill`."""
-        _lay_out(self._memory, tensors, deadline)
+        _lay_out(self._memory, tensors, deadline, starts)
 
     def part(self, tensors: Sequence[TensorSpec], form: Form) -> str:
         """See `Buffer.part`."""
-        if form == "shared":
-            return _shared(HostMemory(self._name), tensors)
+        if form != "pickle":
+            return _described(HostMemory(self._name), tensors, form)
         storage = _Call(torch.ByteStorage.from_file, str(self._claim.path), False, self.size)
         flat = _Call(_rebuild_tensor_v2, storage, 0, (self.size,), (1,), False, OrderedDict())
         return _pickled(flat, tensors)
@@ -91,11 +94,11 @@ class CudaBuffer:
         self._memory = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
         self._stream = torch.cuda.Stream(device)
 
-    def fill(self, tensors: Iterable[torch.Tensor], deadline: float) -> None:
+    def fill(self, tensors: Iterable[torch.Tensor], deadline: float, starts: Iterable[int] | None = None) -> None:
         """See `Buffer.fill`. Copies run on a stream of their own, behind what made the tensors."""
         with torch.cuda.stream(self._stream):
             self._stream.wait_stream(torch.cuda.default_stream(self._memory.device))
-            _lay_out(self._memory, tensors, deadline)
+            _lay_out(self._memory, tensors, deadline, starts)
             done = self._stream.record_event()
         while not done.query():
             if time.monotonic() > deadline:
@@ -106,9 +109,9 @@ class CudaBuffer:
         """See `Buffer.part`. Each call counts one reader, as torch's reference counts want it."""
         _, handle, size, offset, counter, counter_offset, event, sync = self._memory.untyped_storage()._share_cuda_()
         device = str(torch.cuda.get_device_properties(self._memory.device).uuid)
-        if form == "shared":
+        if form != "pickle":
             memory = CudaMemory(device, handle, size, offset, counter, counter_offset, event, sync)
-            return _shared(memory, tensors)
+            return _described(memory, tensors, form)
         place = (device, handle, size, offset, False, counter, counter_offset, event, sync)
         shape = (torch.Tensor, (self.size,), (1,), 0, torch.storage.TypedStorage, torch.uint8)
         return _pickled(_Call(rebuild_cuda_tensor, *shape, *place), tensors)
@@ -133,18 +136,22 @@ class _Call:
         return self._reduced
 
 
-def _lay_out(memory: torch.Tensor, tensors: Iterable[torch.Tensor], deadline: float) -> None:
-    start = 0
+def _lay_out(
+    memory: torch.Tensor, tensors: Iterable[torch.Tensor], deadline: float, starts: Iterable[int] | None
+) -> None:
+    places, start = None if starts is None else iter(starts), 0
     for tensor in tensors:
         if time.monotonic() > deadline:
             raise TimeoutError("a bucket was not filled in time")
         flat = flat_bytes(tensor)
+        start = start if places is None else next(places)
         memory[start : start + flat.numel()].copy_(flat, non_blocking=True)
         start += flat.numel()
 
 
-def _shared(memory: HostMemory | CudaMemory, tensors: Sequence[TensorSpec]) -> str:
-    return msgspec.json.encode(Shared(memory, tuple(tensors))).decode()
+def _described(memory: HostMemory | CudaMemory, tensors: Sequence[TensorSpec], form: Form) -> str:
+    """As JSON; our receiver in SGLang's processes knows the tensors already."""
+    return msgspec.json.encode(memory if form == "direct" else Shared(memory, tuple(tensors))).decode()
 
 
 def _pickled(flat: _Call, tensors: Sequence[TensorSpec]) -> str:

@@ -7,22 +7,27 @@ import torch
 from actors.refit.transports import Sender
 from actors.refit.transports.gloo import GlooSender
 from actors.refit.transports.ipc import IpcSender
-from config.schema import RunConfig
+from config.schema import RunConfig, is_direct
 
 
 def sender(config: RunConfig) -> Sender:
     """Rank 0's end of `refit.transport`. Raises `RuntimeError` when this host can't do it."""
-    host, bucket_bytes = config.network.host, int(config.refit.bucket_mib * 2**20)
+    host, size, apart = config.network.host, bucket_bytes(config), is_direct(config)
     match config.refit.transport:
         case "ipc":
-            return IpcSender(bucket_bytes, "shared" if config.engine.kind == "torch" else "pickle")
+            return IpcSender(size, "shared" if config.engine.kind == "torch" else "direct" if apart else "pickle")
         case "nccl":
             from actors.refit.transports.nccl import NcclSender
 
             device = "cuda" if config.trainer.device == "auto" else config.trainer.device
-            return NcclSender(host, bucket_bytes, torch.device(device))
+            return NcclSender(host, size, torch.device(device), apart)
         case "gloo":
-            return GlooSender(host, bucket_bytes)
+            return GlooSender(host, size, apart)
+
+
+def bucket_bytes(config: RunConfig) -> int | None:
+    """`refit.bucket_mib` in bytes; None leaves it to the sender."""
+    return None if config.refit.bucket_mib is None else int(config.refit.bucket_mib * 2**20)
 
 
 def settings(config: RunConfig) -> dict[str, str]:

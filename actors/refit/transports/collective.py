@@ -12,7 +12,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
 from actors.network import address_of
 from actors.refit.transports import Offer, Sent, TransferError
 from actors.refit.transports.plan import plan
-from actors.refit.transports.tensors import checksum, spec_of
+from actors.refit.transports.tensors import bucket_bytes, checksum_for, checksums, spec_of
 from contracts.events import Bucket, TransferStarted
 from contracts.weights import digest
 
@@ -35,8 +35,15 @@ LEAVE_S = 1.0
 class Communicator(Protocol):
     """Rank 0's end of a group."""
 
-    def broadcast(self, flat: torch.Tensor, timeout: timedelta) -> Callable[[], None]:
-        """Begin to broadcast; the answer waits until `flat` may be changed. Both raise `RuntimeError` or `OSError`."""
+    def warm(self, timeout: timedelta) -> None:
+        """Do what the first broadcast would do besides, with receivers that do so too. Raises as `broadcast` does."""
+        ...
+
+    def broadcast(self, flats: Sequence[torch.Tensor], timeout: timedelta) -> Callable[[], None]:
+        """Begin to broadcast vectors of bytes, in order; the answer waits until they may be changed.
+
+        Both raise `RuntimeError` or `OSError`.
+        """
         ...
 
     def abort(self) -> None:
@@ -58,7 +65,7 @@ class Wire(Protocol):
         """Whether the receiver whose first rank is `offset` has not come. Raises `RuntimeError`."""
         ...
 
-    def flatten(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Their bytes, one behind the other, as one uint8 vector where the library wants it."""
         ...
 
@@ -66,12 +73,14 @@ class Wire(Protocol):
 class CollectiveSender:
     """`actors.refit.transports.Sender` by broadcast. `host`: where to listen, and what to announce; `auto`: this node.
 
-    `wire` is called for each fresh group.
+    `wire` is called for each fresh group. With `apart` the tensors of a bucket travel together, but each from where it
+    is to where it goes, which our own receiver takes; otherwise a bucket is one vector.
     """
 
-    def __init__(self, host: str, bucket_bytes: int, wire: Callable[[str], Wire]) -> None:
+    def __init__(self, host: str, bucket_bytes: int | None, wire: Callable[[str], Wire], apart: bool = False) -> None:
         self._host = address_of(host)
         self._bucket_bytes = bucket_bytes
+        self._apart = apart
         self._wire = wire(self._host)
         self._lock = threading.Lock()
         self._offered: Offered | None = None
@@ -83,14 +92,16 @@ class CollectiveSender:
         self.abandon()
         held = {name: tensor.detach() for name, tensor in tensors}
         try:
-            buckets = plan([spec_of(name, tensor) for name, tensor in held.items()], self._bucket_bytes)
+            size = bucket_bytes(self._bucket_bytes, held)
+            buckets = plan([spec_of(name, tensor) for name, tensor in held.items()], size)
             meeting = _Meeting(self._host)
         except (OSError, ValueError, RuntimeError) as error:
             raise TransferError("offer", f"can't offer weights at {self._host}: {error}") from error
-        whole = digest({name: checksum(tensor) for name, tensor in held.items()})
+        kind = checksum_for(held, self._apart)
+        whole = digest(checksums(held, kind))
         with self._lock:
-            self._offered = Offered(held, buckets, meeting)
-        return Offer(self._host, meeting.port, buckets, sum(b.size for b in buckets), whole)
+            self._offered = Offered(held, buckets, meeting, self._wire if self._apart else None)
+        return Offer(self._host, meeting.port, buckets, sum(b.size for b in buckets), whole, kind)
 
     def send(self, started: TransferStarted, timeout: float) -> Sent:
         """See `Sender.send`."""
@@ -148,15 +159,28 @@ class _Meeting:
 class Offered:
     """Tensors by name, how they are bucketed, and where receivers meet."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor], buckets: tuple[Bucket, ...], meeting: _Meeting) -> None:
+    def __init__(
+        self,
+        tensors: dict[str, torch.Tensor],
+        buckets: tuple[Bucket, ...],
+        meeting: _Meeting,
+        apart: Wire | None,
+    ) -> None:
         self.tensors = tensors
         self.buckets = buckets
         self.meeting = meeting
+        self.apart: dict[str, torch.Tensor] | None = None
+        if apart is not None:  # now, and not while generation stands still
+            self.apart = {name: apart.flatten([tensor]) for name, tensor in tensors.items() if tensor.numel()}
 
-    def flattened(self, wire: Wire) -> Iterator[torch.Tensor]:
-        """Each bucket as the wire wants it; one at a time."""
+    def vectors(self, wire: Wire) -> Iterator[list[torch.Tensor]]:
+        """Each bucket as it travels; one at a time."""
         for bucket in self.buckets:
-            yield wire.flatten(self.tensors[spec.name] for spec in bucket.tensors)
+            names = [spec.name for spec in bucket.tensors]
+            if self.apart is None:
+                yield [wire.flatten([self.tensors[name] for name in names])]
+            else:
+                yield [self.apart[name] for name in names if name in self.apart]
 
 
 class Group:
@@ -263,23 +287,25 @@ class _Attempt:
         with self._lock:
             if not self.ended.is_set():
                 self.group = group
-                return group
-        group.abort()
-        raise TransferError("join", "abandoned")
+        if self.group is not group:
+            group.abort()
+            raise TransferError("join", "abandoned")
+        communicator.warm(self._left())
+        return group
 
     def _broadcast(self, group: Group) -> Sent:
-        """Two buckets at most are in memory: the one that travels and the one that is flattened meanwhile."""
+        """Two flattened buckets at most are in memory: the one that travels and the one that is flattened meanwhile."""
         self._phase = "send"
         begin = time.monotonic()
         sent = 0
-        under_way: Callable[[], None] | None = None
-        for flat in self._offered.flattened(self._wire):
-            if under_way is not None:
-                under_way()
-            under_way = group.communicator.broadcast(flat, self._left())
-            sent += flat.numel()
-        if under_way is not None:
-            under_way()
+        under_way: list[Callable[[], None]] = []
+        for flats in self._offered.vectors(self._wire):
+            if under_way and self._offered.apart is None:
+                under_way.pop()()
+            under_way.append(group.communicator.broadcast(flats, self._left()))
+            sent += sum(flat.numel() for flat in flats)
+        for wait in under_way:
+            wait()
         return Sent(time.monotonic() - begin, sent)
 
 

@@ -10,7 +10,7 @@ import os
 import socket
 import stat
 import struct
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -30,8 +30,8 @@ _Gloo: Any = ProcessGroupGloo
 class GlooSender(CollectiveSender):
     """`CollectiveSender` over gloo."""
 
-    def __init__(self, host: str, bucket_bytes: int) -> None:
-        super().__init__(host, bucket_bytes, GlooWire)
+    def __init__(self, host: str, bucket_bytes: int | None, apart: bool = False) -> None:
+        super().__init__(host, bucket_bytes, GlooWire, apart)
 
 
 class GlooWire:
@@ -55,9 +55,9 @@ class GlooWire:
         """A rank that comes announces its address."""
         return not store.check([_key(offset)])
 
-    def flatten(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-        """In host memory."""
-        return torch.cat([as_bytes(tensor) for tensor in tensors])
+    def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """In host memory; one tensor is not copied there again."""
+        return as_bytes(tensors[0]) if len(tensors) == 1 else torch.cat([as_bytes(tensor) for tensor in tensors])
 
 
 class GlooCommunicator:
@@ -67,9 +67,18 @@ class GlooCommunicator:
         self._group = group
         self._addresses = addresses
 
-    def broadcast(self, flat: torch.Tensor, timeout: timedelta) -> Callable[[], None]:
+    def warm(self, timeout: timedelta) -> None:
+        """See `Communicator.warm`. All are connected already."""
+
+    def broadcast(self, flats: Sequence[torch.Tensor], timeout: timedelta) -> Callable[[], None]:
         """See `Communicator.broadcast`."""
-        return self._group.broadcast([flat], broadcast_options(timeout)).wait
+        works = [self._group.broadcast([flat], broadcast_options(timeout)) for flat in flats]
+
+        def wait() -> None:
+            for work in works:
+                work.wait()
+
+        return wait
 
     def abort(self) -> None:
         """Shut the connections down: a broadcast under way ends in an error, here and at every receiver."""

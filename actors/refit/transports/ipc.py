@@ -3,6 +3,9 @@
 Sidecars come to a Unix socket that only this user can reach. Each bucket is copied into one of two buffers; a sidecar
 passes its place on to its server and says when it is loaded. While receivers load one buffer, the other is filled.
 Every wait ends at the deadline of the transfer; `abandon` ends it by shutting the connections down.
+
+For our own receiver in SGLang's processes the whole model is one bucket: it is copied into a buffer of its size when it
+is offered, which stays, and which every reader opens once.
 """
 
 from __future__ import annotations
@@ -13,21 +16,24 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
+from actors.engine.inside.slices import offsets
 from actors.leftovers import MEETING, Claim, sweep
 from actors.refit.transports import Offer, Sent, TransferError
 from actors.refit.transports.buffers import Buffer, Form, buffer
 from actors.refit.transports.plan import plan
-from actors.refit.transports.tensors import checksum, spec_of
+from actors.refit.transports.tensors import bucket_bytes, checksum_for, checksums, spec_of
 from contracts.events import Bucket, Rank, TransferStarted
 from contracts.handles import LINE_LIMIT, Filled, Hello, Message, Refused, Taken, line, parse
 from contracts.weights import digest
 
 BUFFERS = 2
+FILL_S = 60.0
+"""How long the copy of a whole model may take."""
 SCHEME = "unix:"
 """What an offered address begins with; the path of the socket follows."""
 HELLO_S = 5.0
@@ -37,7 +43,7 @@ HELLO_S = 5.0
 class IpcSender:
     """`actors.refit.transports.Sender` over shared memory. `form`: what the engines read."""
 
-    def __init__(self, bucket_bytes: int, form: Form) -> None:
+    def __init__(self, bucket_bytes: int | None, form: Form) -> None:
         self._bucket_bytes = bucket_bytes
         self._form: Form = form
         self._lock = threading.Lock()
@@ -45,22 +51,29 @@ class IpcSender:
         self._attempt: _Attempt | None = None
         self._buffers: list[Buffer] = []
         sweep()  # what a trainer before this one was killed with
+        self._readers: dict[tuple[str, int], tuple[str, ...]] = {}
 
     def offer(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Offer:
         """See `Sender.offer`."""
         self.abandon()
         held = {name: tensor.detach() for name, tensor in tensors}
         try:
-            buckets = plan([spec_of(name, tensor) for name, tensor in held.items()], self._bucket_bytes)
+            size = bucket_bytes(self._bucket_bytes, held)
+            buckets = plan([spec_of(name, tensor) for name, tensor in held.items()], size)
+            if self._form == "direct":
+                self._lay_out(held)
             meeting = _Meeting()
         except (OSError, ValueError) as error:
             raise TransferError("offer", f"can't offer weights on this host: {error}") from error
-        whole = digest({name: checksum(tensor) for name, tensor in held.items()})
+        kind = checksum_for(held, self._form == "direct")
+        whole = digest(checksums(held, kind))
+        if self._form == "direct":
+            held = {}
         with self._lock:
             before, self._offered = self._offered, _Offered(held, buckets, meeting)
         if before is not None:
             before.meeting.close()
-        return Offer(f"{SCHEME}{meeting.path}", 0, buckets, sum(b.size for b in buckets), whole)
+        return Offer(f"{SCHEME}{meeting.path}", 0, buckets, sum(b.size for b in buckets), whole, kind)
 
     def send(self, started: TransferStarted, timeout: float) -> Sent:
         """See `Sender.send`. There is no group: receivers come anew for each transfer."""
@@ -70,7 +83,10 @@ class IpcSender:
                 raise TransferError("join", f"nothing is offered for epoch {started.epoch}")
             attempt = self._attempt = _Attempt(started, offered, self._form, time.monotonic() + timeout)
         try:
-            return attempt.run(self._room(offered))
+            if self._form == "direct":
+                return attempt.run(lambda: attempt.hand_over(self._buffers[0], self._readers))
+            buffers = self._room(max(bucket.size for bucket in offered.buckets), offered.tensors, BUFFERS)
+            return attempt.run(lambda: attempt.send(buffers))
         except TransferError as error:
             raise attempt.abandoned or error from error.__cause__
         finally:
@@ -96,20 +112,29 @@ class IpcSender:
             one.close()
         self._buffers = []
 
-    def _room(self, offered: _Offered) -> Sequence[Buffer]:
-        """Two buffers that hold any bucket of the offer, kept for the next one. Raises `TransferError`."""
-        size = max(bucket.size for bucket in offered.buckets)
+    def _lay_out(self, tensors: dict[str, torch.Tensor]) -> None:
+        """The whole model where readers find it. Raises `TransferError`."""
+        starts, size = offsets(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        (room,) = self._room(size, tensors, 1)
+        try:
+            room.fill(tensors.values(), time.monotonic() + FILL_S, starts)
+        except (TimeoutError, RuntimeError) as error:
+            raise TransferError("offer", f"the weights were not copied for other processes: {error}") from error
+
+    def _room(self, size: int, tensors: dict[str, torch.Tensor], count: int) -> Sequence[Buffer]:
+        """`count` buffers of at least `size` bytes, kept for the next transfer. Raises `TransferError`."""
         if not self._buffers or self._buffers[0].size < size:
             for one in self._buffers:
                 one.close()
-            self._buffers = []
-            device = next(iter(offered.tensors.values())).device
+            self._buffers, self._readers = [], {}
+            device = next(iter(tensors.values())).device
             try:
-                for _ in range(BUFFERS):
+                for _ in range(count):
                     self._buffers.append(buffer(size, device))
             except (OSError, RuntimeError) as error:
+                way_out = "lower refit.bucket_mib" if count > 1 else "use refit.receiver=sglang, which takes buckets"
                 raise TransferError(
-                    "send", f"no room for {BUFFERS} buckets of {size} bytes ({error}): lower refit.bucket_mib"
+                    "send", f"no room for {count} buffers of {size} bytes ({error}): {way_out}"
                 ) from error
         return self._buffers
 
@@ -194,13 +219,13 @@ class _Attempt:
         self._lock = threading.Lock()
         self._phase = "join"
 
-    def run(self, buffers: Sequence[Buffer]) -> Sent:
-        """Wait for all receivers, then hand out bucket after bucket. Raises `TransferError`."""
+    def run(self, send: Callable[[], None]) -> Sent:
+        """Wait for all receivers, then `send`. Raises `TransferError`."""
         try:
             self._join()
             self._phase = "send"
             begin = time.monotonic()
-            self._send(buffers)
+            send()
         except TimeoutError as error:
             raise TransferError(self._phase, f"not done at the deadline: {error}{self._absent()}") from error
         except (OSError, ValueError, RuntimeError) as error:
@@ -251,7 +276,20 @@ class _Attempt:
         absent = [m.engine for m in self.started.members if m.engine not in there]
         return f"; never came: {', '.join(absent)}" if absent else ""
 
-    def _send(self, buffers: Sequence[Buffer]) -> None:
+    def hand_over(self, room: Buffer, known: dict[tuple[str, int], tuple[str, ...]]) -> None:
+        """Have every receiver take the whole of `room`. `known`: what each reader was told of where it is."""
+        for receiver in self._receivers:
+            member = receiver.member
+            assert member is not None
+            reader = (member.engine, member.boot)
+            if reader not in known:
+                known[reader] = tuple(room.part((), self._form) for _ in range(member.ranks))
+            with _named(receiver, 0):
+                receiver.send(Filled(0, known[reader]), self._deadline)
+        self._await(0)
+
+    def send(self, buffers: Sequence[Buffer]) -> None:
+        """Hand out bucket after bucket."""
         buckets = self._offered.buckets
         for index, bucket in enumerate(buckets):
             if index >= len(buffers):

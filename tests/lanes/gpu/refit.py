@@ -1,12 +1,12 @@
-"""Refits of a real SGLang server on GPUs, through the product's own sidecar and senders; prints one JSON line.
+"""Refits of a real SGLang server through the product's own sidecar and senders; prints JSON lines.
 
-    python -m tests.lanes.gpu.refit nccl --python ENV/bin/python            # trainer on GPU 0, engine on GPU 1
-    python -m tests.lanes.gpu.refit ipc  --python ENV/bin/python            # both on GPU 0
-    python -m tests.lanes.gpu.refit ipc  --engine torch                     # the embedded engine in place of SGLang
+    python -m tests.lanes.gpu.refit --python ENV/bin/python      # two GPUs: NCCL from the one to the other, IPC on one
+    python -m tests.lanes.gpu.refit --device cpu --tiny --python .venv-sglang/bin/python    # the script itself: gloo
 
-The model is a random Llama of `--width` and `--layers`. Every refit sends other weights; after each, the
-log-probabilities that the engine reports for its greedy tokens are held against transformers on the weights that were
-sent. `ipc --engine torch --device cpu --width 256 --layers 2` tries the script itself without a GPU.
+The model is a random Qwen2 of 1.54 B parameters (3.09 GB in bfloat16). One server serves every case: each receiver over
+each transport and bucket size. Every refit sends other weights, and log-probabilities of greedy tokens are held against
+transformers on what was sent. Then a scheduler is stopped, and one is killed, in mid-transfer: the sender has to come
+out at its deadline, and the next boot has to take the next epoch. A case that fails is told, and the next one begins.
 """
 
 from __future__ import annotations
@@ -16,235 +16,189 @@ import asyncio
 import json
 import os
 import statistics
+import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import aiohttp
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from actors.engine.inside import mix64
+from actors.refit.transports.choice import settings
+from tests.lanes.gpu.bench import Bench, Shape, children
+from tests.lanes.gpu.wire import measure
 
-from actors.refit.transports.choice import sender, settings
-from config.schema import EngineConfig, GatewayConfig, LaunchConfig, ModelConfig, RefitConfig, RunConfig, TrainerConfig
-from contracts.events import (
-    EngineDrained,
-    EngineLoaded,
-    EngineReady,
-    Member,
-    Rank,
-    RefitCommitted,
-    RefitRequested,
-    TransferOffered,
-    TransferStarted,
-)
-from tests.unit.engine.driver import Driver
+BUCKETS = (256, 128, 512, 1024)
 
-PROMPT = list(range(3, 19))
-FLAGS = (
-    *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
-    *("--mem-fraction-static", "0.4", "--context-length", "2048", "--cuda-graph-max-bs", "2"),
-    "--disable-piecewise-cuda-graph",
-)
-TOLERANCE = 0.15
-"""Of a log-probability whose logits, of 4 to 8, come in steps of 1/32 in bfloat16."""
+
+class Case(NamedTuple):
+    receiver: str
+    transport: str
+    bucket_mib: float | None
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("transport", choices=("nccl", "ipc", "gloo"))
-    parser.add_argument("--engine", choices=("sglang", "torch"), default="sglang")
     parser.add_argument("--python", help="interpreter that has sglang; default: this one")
-    parser.add_argument("--device", default="cuda:0", help="of the trainer")
-    parser.add_argument("--bucket-mib", type=float, default=512.0)
-    parser.add_argument("--refits", type=int, default=8, help="the first two are not counted")
-    parser.add_argument("--width", type=int, default=2048)
-    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model that a CPU serves")
+    parser.add_argument("--refits", type=int, default=8, help="of each case; the first two are not counted")
+    parser.add_argument("--minutes", type=float, default=7.5, help="no case begins after so long")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--no-faults", action="store_true")
     return parser.parse_args()
 
 
-def checkpoint(args: argparse.Namespace, device: torch.device) -> tuple[Path, Any]:
-    """A directory with config.json alone, and the model of it."""
-    shape = LlamaConfig(
-        vocab_size=32000,
-        hidden_size=args.width,
-        intermediate_size=4 * args.width,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.width // 64,
-        num_key_value_heads=max(1, args.width // 256),
-        max_position_embeddings=2048,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-    )
-    path = Path(tempfile.mkdtemp(prefix="sluice-gpu-"))
-    with device:
-        model = LlamaForCausalLM(shape).to(torch.bfloat16).eval()
-    shape.architectures = ["LlamaForCausalLM"]
-    shape.save_pretrained(path)
-    return path, model
+def cases(args: argparse.Namespace) -> list[Case]:
+    over = "nccl" if args.device == "cuda" else "gloo"
+    sizes = (0.01, 0.05) if args.tiny else BUCKETS
+    found = [Case("direct", over, sizes[0]), Case("direct", "ipc", None), Case("sglang", over, None)]
+    found += [Case("sglang", "ipc", None)]
+    found += [Case("direct", over, size) for size in sizes[1:]]
+    found += [Case("sglang", transport, size) for transport in (over, "ipc") for size in sizes]
+    return [case for case in found if args.only in "-".join(map(str, case))]
 
 
-def config(args: argparse.Namespace, model_dir: Path) -> RunConfig:
-    # the engine sees the trainer's GPU too: memory of a GPU that is not visible can't be opened
-    apart = args.transport == "nccl"
-    flags = (*FLAGS, *(("--base-gpu-id", "1") if apart else ())) if args.engine == "sglang" else ()
-    return RunConfig(
-        model=ModelConfig(source=str(model_dir), dtype="bfloat16"),
-        trainer=TrainerConfig(device=args.device),
-        engine=EngineConfig(
-            kind=args.engine,
-            python=args.python,
-            device="cuda:1" if apart else args.device,
-            args=flags,
-            max_running=64,
-            max_total_tokens=65536,
-            lease_s=30.0,
-        ),
-        refit=RefitConfig(
-            transport=args.transport, deadline_s=120.0, drain_deadline_s=30.0, bucket_mib=args.bucket_mib
-        ),
-        gateway=GatewayConfig(request_deadline_s=120.0),
-        launch=LaunchConfig(start_deadline_s=400.0),
-    )
+def say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
 
 
-class Refits:
-    """Trainer and coordinator."""
+class Lane:
+    """`bench` is the boot that serves, None when there is none."""
 
-    def __init__(self, driver: Driver, model: Any) -> None:
-        self.driver = driver
-        self.model = model
-        self.sender = sender(driver.config)
-        self.member = Member("engine-0", 1)
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.began = time.monotonic()
+        self.shape = Shape(args.tiny, args.device)
+        self.boot = 0
+        self.epoch = 0
+        self.bench: Bench | None = None
+        self.failed: list[str] = []
+        self.run_dir = Path(os.environ.get("OUT", tempfile.mkdtemp())) / "refit"
 
-    def weights(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, tensor.detach().clone()) for name, tensor in self.model.state_dict().items()]
+    async def boots(self) -> Bench:
+        """The boot that serves, started if there is none."""
+        if self.bench is None:
+            self.boot += 1
+            began = time.monotonic()
+            self.bench = await Bench.start(self.shape, self.args.python, self.run_dir, self.boot)
+            say(case="start", boot=self.boot, seconds=round(time.monotonic() - began, 1))
+        return self.bench
 
-    @torch.no_grad()
-    def change(self, seed: int) -> None:
-        source = torch.Generator(self.model.device).manual_seed(seed)
-        for tensor in self.model.parameters():
-            if tensor.dim() == 2:
-                tensor.normal_(0.0, 0.02, generator=source)
+    async def ends(self) -> None:
+        if self.bench is not None:
+            bench, self.bench = self.bench, None
+            await bench.close()
 
-    async def load(self, epoch: int) -> dict[str, float]:
-        """One refit; milliseconds of its parts, and its GiB."""
-        driver, began = self.driver, time.perf_counter()
-        deadline_at = time.time() + driver.config.refit.deadline_s
-        driver.publish(
-            RefitRequested(
-                epoch=epoch,
-                version=epoch,
-                step=epoch,
-                engines=(self.member,),
-                gateways=(),
-                drain="finish",
-                deadline_at=deadline_at,
-            )
-        )
-        offer = await asyncio.to_thread(self.sender.offer, self.weights())
-        offered = time.perf_counter()
-        driver.publish(
-            TransferOffered(
-                epoch=epoch,
-                version=epoch,
-                trainer_boot=1,
-                address=offer.address,
-                port=offer.port,
-                buckets=offer.buckets,
-                bytes=offer.bytes,
-                digest=offer.digest,
-            )
-        )
-        await driver.event(EngineDrained, epoch=epoch)
-        started = TransferStarted(
-            epoch=epoch,
-            version=epoch,
-            group="g1",
-            fresh=epoch == 1,
-            members=(Rank("engine-0", 1, 1, 1),),
-            world_size=2,
-        )
-        begun = time.perf_counter()
-        driver.publish(started)
-        sent = await asyncio.to_thread(self.sender.send, started, 100.0)
-        await driver.event(EngineLoaded, epoch=epoch)
-        loaded = time.perf_counter()
-        driver.publish(
-            RefitCommitted(
-                epoch=epoch,
-                version=epoch,
-                step=epoch,
-                engines=(self.member,),
-                world_size=2,
-                pause_s=0.0,
-                drain_s=0.0,
-                transfer_s=0.0,
-                bytes=0,
-            )
-        )
-        await driver.mode("serving")
-        return {
-            "offer": 1e3 * (offered - began),
-            "broadcast": 1e3 * sent.seconds,
-            "transfer": 1e3 * (loaded - begun),
-            "gib": offer.bytes / 2**30,
+    async def attempt(self, name: str, work: Any, seconds: float = 200.0) -> None:
+        """Run a case; a failure is told, and its boot ended."""
+        if time.monotonic() - self.began > 60 * self.args.minutes:
+            say(case=name, skipped="out of time")
+            return
+        try:
+            say(case=name, **await asyncio.wait_for(work(), seconds))
+        except Exception as error:
+            self.failed.append(name)
+            say(case=name, error=f"{type(error).__name__}: {error}"[:2000])
+            traceback.print_exc()
+            await self.ends()
+
+    # --- cases -------------------------------------------------------------------------------------------------------
+
+    async def wire(self) -> dict[str, Any]:
+        size = self.shape.bytes
+        self.wire_ms = await asyncio.to_thread(measure, size, self.args.device)
+        return {"bytes": size, "ms": round(self.wire_ms, 2)}
+
+    async def digest(self) -> dict[str, Any]:
+        """What the checksums of the whole model take, and whether a CPU finds the same."""
+        tensors = list(self.shape.weights(1, self.shape.devices[0]).values())
+        few, total = [], 0
+        for tensor in tensors[2:]:
+            few.append(tensor)
+            total += tensor.numel() * tensor.element_size()
+            if total > 100 * 2**20:
+                break
+        equal = mix64.checksums(few) == mix64.checksums([tensor.cpu() for tensor in few])
+        changed = few[-1].clone()
+        changed.view(-1)[-1] += 1
+        told = mix64.checksums([changed]) != mix64.checksums([few[-1]])
+        began = time.perf_counter()
+        mixer = mix64.Mixer([mix64.whole(tensor) for tensor in tensors])
+        built = time.perf_counter()
+        spent = []
+        for _ in range(7):
+            begun = time.perf_counter()
+            mixer.run()
+            spent.append(1e3 * (time.perf_counter() - begun))
+        assert equal
+        assert told
+        ms = round(statistics.median(spent), 3)
+        return {"equal": equal, "ms": ms, "plan_ms": round(1e3 * (built - began), 2), "kernel": mix64.has_kernel()}
+
+    async def refits(self, case: Case) -> dict[str, Any]:
+        bench = await self.boots()
+        bench.use(case.receiver, case.transport, case.bucket_mib)
+        times: list[dict[str, float]] = []
+        gaps, stale = [], []
+        for number in range(self.args.refits):
+            self.epoch += 1
+            if number == 1:
+                stale.append(await bench.gap(self.epoch, served=self.epoch - 1))
+            times.append(await bench.load(self.epoch, fresh=number == 0))
+            if number in (0, self.args.refits - 1):
+                gaps.append(await bench.gap(self.epoch, served=self.epoch))
+        middle = {name: round(statistics.median(one.get(name, 0.0) for one in times[2:]), 2) for name in times[-1]}
+        stop, first = middle["stop"], times[0]["stop"]
+        said = {
+            "median_ms": middle,
+            "first_ms": {name: round(value, 1) for name, value in times[0].items()},
+            "stop_ms": stop,
+            "to_wire": round(stop / self.wire_ms, 2) if hasattr(self, "wire_ms") else None,
+            "first_to_median": round(first / stop, 2),
+            "gap": max(gaps),
+            "stale_gap": min(stale),
+            "fallback": bench.fallback,
+            "buckets": bench.buckets,
+            "settings": settings(bench.driver.config),
         }
+        assert max(gaps) < self.shape.tolerance, said
+        assert min(stale) > 3 * self.shape.tolerance, said
+        return said
+
+    async def fault(self, number: int, name: str) -> dict[str, Any]:
+        """Signal the scheduler while it receives; then the next boot takes the next epoch."""
+        bench = await self.boots()
+        over = "nccl" if self.args.device == "cuda" else "gloo"
+        bench.use("direct", over, None)
+        self.epoch += 1
+        await bench.load(self.epoch, fresh=True)
+        self.epoch += 1
+        deadline = 8.0
+        told = await bench.broken(self.epoch, number, deadline)
+        assert told["sender_s"] < deadline + 3.0, told
+        await self.ends()
+        bench = await self.boots()
+        bench.use("direct", over, None)
+        self.epoch += 1
+        await bench.load(self.epoch, fresh=True)
+        gap = await bench.gap(self.epoch, served=self.epoch)
+        assert gap < self.shape.tolerance, gap
+        return {"signal": name, **told, "next_gap": gap, "left": children(os.getpid())}
 
 
-async def check(refits: Refits, http: aiohttp.ClientSession, epoch: int, name: str = "check") -> float:
-    """The largest gap between the engine's log-probabilities and transformers' on the weights that it has now."""
-    rid = f"{name}-{epoch:04}"
-    body = {
-        "input_ids": PROMPT,
-        "rid": rid,
-        "sampling_params": {"temperature": 0, "max_new_tokens": 16, "ignore_eos": True},
-        "return_logprob": True,
-    }
-    headers = {"x-sluice-epoch": str(epoch), "x-sluice-rids": rid}
-    async with http.post(f"{refits.driver.url}/generate", json=body, headers=headers) as response:
-        answer = await response.json()
-        assert response.status == 200, answer
-        assert response.headers["x-sluice-version"] == str(epoch)
-    ids = answer["output_ids"]
-    with torch.no_grad():
-        logits = refits.model(torch.tensor([PROMPT + ids], device=refits.model.device)).logits[0].float()
-    scored = logits.log_softmax(-1)
-    want = [float(scored[len(PROMPT) - 1 + i, token]) for i, token in enumerate(ids)]
-    found = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
-    return max(abs(a - b) for a, b in zip(found, want, strict=True))
-
-
-async def main(args: argparse.Namespace) -> None:
-    model_dir, model = checkpoint(args, torch.device(args.device))
-    settled = config(args, model_dir)
-    run_dir = Path(os.environ.get("OUT", tempfile.mkdtemp())) / f"{args.engine}-{args.transport}"
-    async with Driver(settled, run_dir) as driver, aiohttp.ClientSession() as http:
-        await driver.until(lambda: next(iter(driver.find(EngineReady)), None), "EngineReady", timeout=400.0)
-        refits = Refits(driver, model)
-        times, gaps, stale = [], [], []
-        for epoch in range(1, args.refits + 1):
-            refits.change(epoch)
-            if epoch > 1:
-                stale.append(await check(refits, http, epoch - 1, "stale"))
-            times.append(await refits.load(epoch))
-            gaps.append(await check(refits, http, epoch))
-        refits.sender.close()
-    middle = {name: round(statistics.median(one[name] for one in times[2:]), 2) for name in times[0]}
-    said = {
-        "engine": args.engine,
-        "transport": args.transport,
-        "bucket_mib": args.bucket_mib,
-        "logprob_gap": max(gaps),
-        "stale_gap": min(stale),
-        "median_ms": middle,
-        "first_ms": times[0],
-        "settings": settings(settled),
-    }
-    print(json.dumps(said), flush=True)
-    assert max(gaps) < TOLERANCE, gaps
-    assert min(stale) > 3 * TOLERANCE, stale
+async def main(args: argparse.Namespace) -> int:
+    lane = Lane(args)
+    await lane.attempt("wire", lane.wire)
+    await lane.attempt("digest", lane.digest)
+    for case in cases(args):
+        await lane.attempt("-".join(map(str, case)), lambda case=case: lane.refits(case))
+    for number, name in () if args.no_faults else ((19, "SIGSTOP"), (9, "SIGKILL")):
+        await lane.attempt(f"fault-{name}", lambda number=number, name=name: lane.fault(number, name), 300.0)
+    await lane.ends()
+    say(case="end", failed=lane.failed, seconds=round(time.monotonic() - lane.began, 1))
+    return 1 if lane.failed else 0
 
 
 if __name__ == "__main__":
-    asyncio.run(main(arguments()))
+    sys.exit(asyncio.run(main(arguments())))

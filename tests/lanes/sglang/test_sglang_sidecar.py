@@ -17,9 +17,10 @@ import torch
 from msgspec.structs import replace
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from actors.engine.direct import Direct
 from actors.refit.transports import TransferError
 from config.schema import EngineConfig, GatewayConfig, LaunchConfig, ModelConfig, RefitConfig, RunConfig
-from contracts.events import EngineDead, EngineDrained, EngineFailed, EngineReady, Rank
+from contracts.events import EngineDead, EngineDrained, EngineFailed, EngineLoaded, EngineReady, Rank
 from tests.contract.refits import Refits
 from tests.unit.engine.driver import Driver
 
@@ -44,16 +45,17 @@ class Bench:
     def __init__(self, driver: Driver, http: aiohttp.ClientSession) -> None:
         self.driver = driver
         self.http = http
-        self.refits = Refits(driver, digests=False)
+        self.refits = Refits(driver)
         self.epoch = 0
 
-    def use(self, transport: Any) -> None:
-        """From now on weights travel so; the server does not care."""
+    def use(self, transport: Any, receiver: Any = "direct") -> None:
+        """From now on weights travel so; the server, which was started for our receiver, has its own too."""
         self.refits.sender.close()
-        settings = self.driver.config
-        settings = replace(settings, refit=replace(settings.refit, transport=transport))
-        self.driver.config = self.driver.shell._config = settings
-        self.refits = Refits(self.driver, digests=False)
+        settings, shell = self.driver.config, self.driver.shell
+        settings = replace(settings, refit=replace(settings.refit, transport=transport, receiver=receiver))
+        self.driver.config = shell._config = settings
+        shell._direct = Direct(shell._client) if receiver == "direct" else None
+        self.refits = Refits(self.driver, digests=receiver == "direct")
 
     async def load(self, seed: int) -> None:
         """One whole refit, in a fresh group."""
@@ -127,9 +129,10 @@ def reference(bench: Bench, seed: int, ids: list[int]) -> list[float]:
     return [float(logits[len(PROMPT) - 1 + i, token]) for i, token in enumerate(ids)]
 
 
+@pytest.mark.parametrize("receiver", ["direct", "sglang"])
 @pytest.mark.parametrize("transport", ["gloo", "ipc"])
-async def test_tokens_are_those_of_the_weights_that_were_sent(bench: Bench, transport: str) -> None:
-    bench.use(transport)
+async def test_tokens_are_those_of_the_weights_that_were_sent(bench: Bench, transport: str, receiver: str) -> None:
+    bench.use(transport, receiver)
     for seed in (5, 6):
         await bench.load(seed)
         answer, version = await bench.generate(f"rid-{bench.epoch:04}")
@@ -137,6 +140,11 @@ async def test_tokens_are_those_of_the_weights_that_were_sent(bench: Bench, tran
         assert answer["meta_info"]["weight_version"] == version
         found = [entry[0] for entry in answer["meta_info"]["output_token_logprobs"]]
         assert found == pytest.approx(reference(bench, seed, answer["output_ids"]), abs=1e-4)
+        loaded = await bench.driver.event(EngineLoaded, epoch=bench.epoch)
+        assert (loaded.receiver, loaded.fallback) == (receiver, "")
+        spent = {phase.name: phase.seconds for phase in loaded.phases}
+        assert ("load" in spent if transport == "ipc" else "broadcast" in spent) == (receiver == "direct"), spent
+        assert 0 < sum(spent.values()) < loaded.seconds
 
 
 async def test_a_drain_lets_what_runs_finish_under_its_old_version(bench: Bench) -> None:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,12 +120,15 @@ def test_the_embedded_server_gets_its_settings(tmp_path: Path) -> None:
     assert launch.env["OMP_NUM_THREADS"] == "3"
 
 
+@pytest.mark.parametrize("receiver", ["direct", "sglang"])
 @pytest.mark.parametrize(("device", "cpu"), [("cpu", True), ("cuda:1", False)])
-def test_sglang_gets_its_settings_and_a_guard(device: str, cpu: bool) -> None:
-    engine = EngineConfig(device=device, args=("--tp-size", "2"))
-    launch = sglang_launch(RunConfig(engine=engine), Path("/models/m"), "nonce")
+def test_sglang_gets_its_settings_and_a_guard(device: str, cpu: bool, receiver: Any) -> None:
+    engine = EngineConfig(kind="sglang", device=device, args=("--tp-size", "2"))
+    config = RunConfig(engine=engine, refit=RefitConfig(receiver=receiver))
+    launch = sglang_launch(config, Path("/models/m"), "nonce")
     assert launch.command[:4] == (sys.executable, "-I", "-S", str(GUARD))
-    program = (str(GUARD.with_name("sglang_cpu.py")),) if cpu else ("-m", "sglang.launch_server")
+    inside = str(GUARD.parent / "inside" / "launch.py")
+    program = (inside,) if cpu or receiver == "direct" else ("-m", "sglang.launch_server")
     assert launch.command[4 : 5 + len(program)] == (sys.executable, *program)
     assert launch.command[-2:] == ("--tp-size", "2")
     expected = {
@@ -138,6 +142,7 @@ def test_sglang_gets_its_settings_and_a_guard(device: str, cpu: bool) -> None:
     assert {"--skip-tokenizer-init", "--skip-server-warmup"} <= set(launch.command)
     assert ("torch_native" in launch.command) == cpu
     assert ("SGLANG_USE_CPU_ENGINE" in launch.env) == cpu
+    assert launch.env.get("SLUICE_RECEIVER") == ("direct" if receiver == "direct" else None)
     assert launch.label == "nonce"
     assert int(launch.env["SGLANG_GRPC_PORT"]) not in (launch.port, launch.port + 10000)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -28,7 +28,8 @@ class Wire:
     def __init__(self, broken: Exception | None = None) -> None:
         self.log: list[str] = []
         self.most = 0
-        self.aborted = 0
+        self.aborted = self.warmed = 0
+        self.together: list[int] = []
         self._broken = broken
         self._flats: list[weakref.ref[torch.Tensor]] = []
 
@@ -38,15 +39,19 @@ class Wire:
     def absent(self, store: Any, offset: int) -> bool:
         return False
 
-    def flatten(self, tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         flat = torch.cat([as_bytes(tensor) for tensor in tensors])
         self.log.append(f"flatten {flat.view(torch.float32)[0]:g}")
         self._flats.append(weakref.ref(flat))
         self.most = max(self.most, sum(ref() is not None for ref in self._flats))
         return flat
 
-    def broadcast(self, flat: torch.Tensor, timeout: timedelta) -> Callable[[], None]:
-        number = flat.view(torch.float32)[0]
+    def warm(self, timeout: timedelta) -> None:
+        self.warmed += 1
+
+    def broadcast(self, flats: Sequence[torch.Tensor], timeout: timedelta) -> Callable[[], None]:
+        number = flats[0].view(torch.float32)[0]
+        self.together.append(len(flats))
         self.log.append(f"begin {number:g}")
 
         def wait() -> None:
@@ -77,7 +82,19 @@ def test_the_next_bucket_is_flattened_while_one_travels_and_no_third_one_is_held
         *("flatten 3", "end 2", "begin 3", "end 3"),
     ]
     assert wire.most == 2
-    assert wire.aborted == 1
+    assert (wire.aborted, wire.warmed) == (1, 1)
+
+
+def test_apart_nothing_is_flattened_in_a_transfer_and_a_bucket_is_one_launch() -> None:
+    wire = Wire()
+    made = CollectiveSender("127.0.0.1", 32, lambda _: wire, apart=True)
+    offer = made.offer([*weights(4), ("empty", torch.empty(0))])
+    assert offer.checksum == "mix64"
+    wire.log.clear()
+    assert made.send(STARTED, 30.0).bytes == 64
+    made.close()
+    assert wire.log == ["begin 0", "begin 2", "end 0", "end 2"]
+    assert wire.together == [2, 2]
 
 
 def test_a_broadcast_that_breaks_aborts_the_communicator_and_fails_the_transfer() -> None:

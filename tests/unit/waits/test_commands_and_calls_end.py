@@ -245,6 +245,7 @@ async def test_the_sidecar_gives_up_a_server_that_does_not_answer(
     shell = driver.shell
     await shell.start(driver)  # type: ignore[arg-type]
     shell._server = Server(HttpEngineClient(silent), None)
+    shell._paused = True
     async with asyncio.timeout(LATE_S):
         assert type(await shell.perform(make())) is outcome
     await shell.close()
@@ -256,11 +257,13 @@ async def test_a_trainer_that_says_nothing_is_given_up(tmp_path: Path) -> None:
     server = await asyncio.start_unix_server(lambda *_: None, str(path))
     one = Bucket((TensorSpec("a", "float32", (2,)),), 8)
     command = replace(receive(f"{colocated.SCHEME}{path}"), buckets=(one,))
-    client = HttpEngineClient("http://127.0.0.1:1")
+
+    async def load(parts: Any, left: float) -> None:
+        raise AssertionError("no bucket came")
+
     async with asyncio.timeout(LATE_S):
         with pytest.raises(TimeoutError):
-            await colocated.take(command, "engine-0", 1, client, SOON_S)
-    await client.close()
+            await colocated.take(command, "engine-0", 1, 1, load, SOON_S)
     server.close()
 
 

@@ -1,13 +1,16 @@
-"""Runs the real SGLang server on a CPU: `python sglang_cpu.py FLAGS...`, in an environment that has sglang.
+"""Runs the real SGLang server: `python launch.py FLAGS...`, in an environment that has sglang.
 
 It is run by path, in an interpreter that need not have Sluice. SGLang starts its workers by `spawn`, which executes
-this file again in each of them, so what is mended at the top is mended everywhere.
+this file again in each of them, so what is done at the top is done everywhere: gaps of an environment without a GPU are
+filled, and with SLUICE_RECEIVER=direct the process can take weights by Sluice's own receiver.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
+from pathlib import Path
 
 import torch
 
@@ -21,6 +24,18 @@ if torch.version.cuda is None:
 if not torch.cuda.is_available():
     # /weights_checker synchronises the device whatever it is
     torch.cuda.synchronize = lambda *_, **__: None
+
+if os.environ.get("SLUICE_RECEIVER") == "direct" and "sluice_inside" not in sys.modules:
+    _here = Path(__file__).resolve().parent
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _here]  # its names are not for all
+    _spec = importlib.util.spec_from_file_location(
+        "sluice_inside", _here / "__init__.py", submodule_search_locations=[str(_here)]
+    )
+    assert _spec is not None
+    assert _spec.loader is not None
+    sys.modules["sluice_inside"] = importlib.util.module_from_spec(_spec)
+    _spec.loader.exec_module(sys.modules["sluice_inside"])
+    importlib.import_module("sluice_inside.hooks").install()
 
 
 def main(flags: list[str]) -> None:

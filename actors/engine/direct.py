@@ -1,0 +1,102 @@
+"""The sidecar's side of refit.receiver=direct: what to tell the receiver in SGLang's processes, and what it answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from actors.engine.client import CallError, HttpEngineClient
+from actors.engine.manifest import TIED
+from contracts.events import Bucket
+
+PREFIX = "sluice:"
+CALL = "/update_weights_from_distributed"
+MARGIN_S = 1.0
+"""How much earlier than its caller the receiver gives up, at most: its answer has to get back."""
+
+
+class Answer(msgspec.Struct):
+    """What one rank says. `sums`: by name, (part of the tensor, its elements, checksum) for each slice of this rank."""
+
+    fallback: str
+    phases: dict[str, float] = {}
+    sums: dict[str, list[tuple[str, int, str | None]]] | None = None
+    flushed: bool = True
+
+
+class Direct:
+    """Commands to the receivers of one server. Every call raises `CallError`; timeouts are seconds."""
+
+    def __init__(self, client: HttpEngineClient) -> None:
+        self._client = client
+        self._prepared: tuple[Bucket, ...] | None = None
+        self.fallback = ""
+        """Why the model goes through SGLang's own loader; empty when it doesn't."""
+
+    async def prepare(self, buckets: tuple[Bucket, ...], timeout: float) -> None:
+        """Have every rank derive where the tensors go, unless that is known."""
+        if buckets == self._prepared:
+            return
+        self._prepared = None
+        tensors = [spec for bucket in buckets for spec in bucket.tensors]
+        told = {"do": "prepare", "counts": [len(bucket.tensors) for bucket in buckets]}
+        answers = await self._tell(told, timeout, tensors=tensors)
+        self.fallback = next((answer.fallback for answer in answers if answer.fallback), "")
+        self._prepared = buckets
+
+    async def broadcast(self, group: str, version: str, timeout: float) -> list[Answer]:
+        """Take everything that rank 0 of `group` broadcasts."""
+        told = {"do": "broadcast", "timeout": inner(timeout)}
+        return await self._tell(told, timeout, group=group, version=version)
+
+    async def copy(self, places: Sequence[str], version: str, timeout: float) -> list[Answer]:
+        """Take everything from shared memory. `places`: JSON, one a rank."""
+        told = {"do": "copy", "timeout": inner(timeout), "places": [msgspec.Raw(place.encode()) for place in places]}
+        return await self._tell(told, timeout, version=version)
+
+    async def _tell(self, told: Mapping[str, Any], timeout: float, **more: Any) -> list[Answer]:
+        command = PREFIX + msgspec.json.encode(told).decode()
+        message = await self._client.command(command, timeout, **more)
+        if not message.startswith(PREFIX):
+            raise CallError(CALL, 200, f"refit.receiver=direct is not in this server: it answers {message[:200]!r}")
+        try:
+            # SGLang adds a sentence about the version
+            return msgspec.json.decode(message[len(PREFIX) : message.rindex("]") + 1], type=list[Answer])
+        except (ValueError, msgspec.DecodeError) as error:
+            raise CallError(CALL, 200, f"{error}: {message[:200]!r}") from error
+
+
+def inner(timeout: float) -> float:
+    """The receiver's own deadline for a call of `timeout`."""
+    return timeout - min(MARGIN_S, timeout / 4)
+
+
+def slowest(answers: Iterable[Answer]) -> dict[str, float]:
+    """Seconds by phase, of the rank that took longest."""
+    return max((answer.phases for answer in answers), key=lambda phases: sum(phases.values()), default={})
+
+
+def merged(answers: Sequence[Answer], buckets: Iterable[Bucket]) -> dict[str, str] | None:
+    """The checksum of each tensor from those of its parts on all ranks; None where that can't be told.
+
+    A part that several ranks hold counts once, if they hold the same. Parts of a tensor add up to the whole.
+    """
+    specs = {spec.name: spec for bucket in buckets for spec in bucket.tensors}
+    parts: dict[str, dict[str, tuple[int, str]]] = {name: {} for name in specs}
+    for answer in answers:
+        for name, slices in ({} if answer.sums is None else answer.sums).items():
+            for part, count, value in slices:
+                if value is None or parts[name].setdefault(part, (count, value)) != (count, value):
+                    return None if value is None else {}
+    if any(answer.sums is None for answer in answers):
+        return None
+    found: dict[str, str] = {}
+    for name, spec in specs.items():
+        if sum(count for count, _ in parts[name].values()) == math.prod(spec.shape) and parts[name]:
+            found[name] = f"{sum(int(value, 16) for _, value in parts[name].values()) % 2**64:016x}"
+    if TIED[0] in specs and TIED[0] not in found and TIED[1] in found:  # one matrix, loaded under its other name
+        found[TIED[0]] = found[TIED[1]]
+    return found
