@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import BroadcastOptions
 from . import mix64, slices
 from .slices import Piece, Spec
 
-NAME = re.compile(r"sluice-[0-9a-f]{32}")
+NAME = re.compile(r"sluice-bucket-[0-9a-f]{32}")
 """What a file in shared memory is called."""
 POLL_S = 0.0001
 """Pause between two looks whether the GPU is done."""

@@ -343,7 +343,7 @@ import time, torch
 from actors.refit.transports.ipc import IpcSender
 sender = IpcSender(1 << 20, "shared")
 offer = sender.offer([("w", torch.zeros(8))])
-sender._room(sender._offered)
+sender._room(32, sender._offered.tensors, 2)
 print(offer.address, *(one._claim.path for one in sender._buffers), flush=True)
 time.sleep(600)
 """
