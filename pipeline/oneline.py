@@ -16,10 +16,15 @@ FIELD = 72
 
 
 def summary(body: Event, zero: float) -> str:
-    """The fields of an event in one line; long ones are cut. Readings of the clock become seconds since `zero`."""
+    """The fields of an event in one line, but for those that are None; long ones are cut.
+
+    Readings of the clock become seconds since `zero`.
+    """
     parts = []
     for field in body.__struct_fields__:
         value = getattr(body, field)
+        if value is None:
+            continue
         timed = field.endswith("_at") and isinstance(value, float)
         shown = f"+{value - zero:.3f}" if timed else brief(value)
         parts.append(f"{field}={shown if len(shown) <= FIELD else shown[: FIELD - 3] + '...'}")

@@ -21,6 +21,7 @@ export function fill(element, ...children) {
 export function seconds(value) {
   if (value === null || value === undefined) return "";
   const size = Math.abs(value);
+  if (size === 0) return "0 s";
   if (size < 0.001) return `${(value * 1e6).toFixed(0)} µs`;
   if (size < 1) return `${(value * 1e3).toFixed(size < 0.01 ? 2 : 0)} ms`;
   if (size < 60) return `${value.toFixed(size < 10 ? 2 : 1)} s`;

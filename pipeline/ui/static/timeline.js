@@ -16,7 +16,7 @@ const COLOURS = {
   drain: "orange", hold: "sand", transfer: "blue", verify: "violet", quarantined: "rose", failed: "red", step: "green",
   checkpoint: "teal", send: "blue", server: "grey", gate: "orange", wait: "wait", rollout: "sky",
 };
-const LEGEND = ["drain", "hold", "transfer", "verify", "quarantined", "failed", "step", "checkpoint", "send", "gate", "wait", "rollout"];
+const LEGEND = { drain: "drain, close gate", hold: "hold", transfer: "transfer, send", verify: "verify", quarantined: "quarantined", failed: "failed", step: "step", checkpoint: "checkpoint", server: "start server", wait: "wait", rollout: "rollout" };
 
 export class Timeline {
   constructor(onevent) {
@@ -54,17 +54,17 @@ export class Timeline {
         this.range,
         h("span", { class: "hint" }, "drag to move, Ctrl+wheel or double-click to zoom, shift+drag for a range"),
       ),
-      h("div", { class: "legend" }, LEGEND.map((kind) => this.key(kind))),
+      h("div", { class: "legend" }, Object.entries(LEGEND).map(([kind, text]) => this.key(kind, text))),
       h("div", { class: "stage" }, this.scroller, this.tip),
     );
     this.fetch = debounced(() => this.load(), 90);
     this.listen();
   }
 
-  key(kind) {
+  key(kind, text) {
     const mark = h("i", {});
     mark.style.background = `var(--${COLOURS[kind]})`;
-    return h("span", {}, mark, kind);
+    return h("span", {}, mark, text);
   }
 
   listen() {
@@ -118,7 +118,13 @@ export class Timeline {
     this.end = begin + wide;
     this.following = follow ?? this.end >= this.length - 1e-9;
     this.draw();
+    if (this.beyond() && !this.loading) this.load();
     this.fetch();
+  }
+
+  // A long drag does not wait for its end to see what it comes upon.
+  beyond() {
+    return this.data && ((this.begin < this.data.begin && this.data.begin > 0) || (this.end > this.data.end && this.data.end < this.length));
   }
 
   zoom(factor, at) {
@@ -150,6 +156,7 @@ export class Timeline {
     const to = Math.min(Math.max(this.length, LEAST_S), this.end + wide * MARGIN);
     const width = Math.min(8000, Math.max(50, Math.round((this.wide() * (to - from)) / wide)));
     const asked = (this.asked = { from, to, width });
+    this.loading = true;
     try {
       const data = await get("timeline", asked);
       if (this.asked !== asked) return;
@@ -158,6 +165,8 @@ export class Timeline {
       this.draw();
     } catch (error) {
       fill(this.range, String(error.message));
+    } finally {
+      if (this.asked === asked) this.loading = false;
     }
   }
 
@@ -167,8 +176,9 @@ export class Timeline {
     return Math.max(1, this.scroller.clientWidth - GUTTER);
   }
 
+  // While painting: `scale` and `edge` are taken from the layout once a frame, not for each of thousands of spans.
   x(at) {
-    return GUTTER + ((at - this.begin) / (this.end - this.begin)) * this.wide();
+    return GUTTER + (at - this.begin) * this.scale;
   }
 
   timeAt(x) {
@@ -195,6 +205,7 @@ export class Timeline {
     }
     this.rows = [];
     this.marksAt = new Map();
+    this.densities = new Map();
     let y = RULER;
     for (const name of names) {
       const top = y;
@@ -208,7 +219,6 @@ export class Timeline {
         lane.y = y;
         lane.tall = tall;
         lane.each = lane.levels ? tall : tall / deep;
-        if (lane.bins) lane.byKind = stackedBins(lane.bins, tall - 1);
         y += tall + 2;
       }
       this.marksAt.set(name, y);
@@ -246,6 +256,8 @@ export class Timeline {
       this.canvas.style.width = `${wide}px`;
       this.canvas.style.height = `${tall}px`;
     }
+    this.edge = Math.max(wide, GUTTER + 1);
+    this.scale = (this.edge - GUTTER) / (this.end - this.begin);
     const c = this.canvas.getContext("2d");
     c.setTransform(ratio, 0, 0, ratio, 0, 0);
     c.clearRect(0, 0, wide, tall);
@@ -286,6 +298,10 @@ export class Timeline {
 
   restyle() {
     this.ink = null;
+    if (this.data) {
+      this.densities.clear();
+      for (const lane of this.data.lanes) lane.strip = null;
+    }
     this.draw();
   }
 
@@ -350,7 +366,7 @@ export class Timeline {
     const [start, end, kind, row, name] = span;
     if (end < this.begin || start > this.end) return;
     const left = Math.max(this.x(start), GUTTER - 2);
-    const right = Math.min(this.x(end), GUTTER + this.wide() + 2);
+    const right = Math.min(this.x(end), this.edge + 2);
     const width = Math.max(right - left, 1);
     const tall = Math.max(lane.each - 1, 2);
     c.fillStyle = this.palette[kind];
@@ -358,8 +374,9 @@ export class Timeline {
     c.fillRect(left, y, width, tall);
     c.globalAlpha = 1;
     if (width > 44 && tall >= 10) {
+      const text = fitting(name, Math.floor((width - 6) / LETTER));
       c.fillStyle = ink["on-span"];
-      c.fillText(name.slice(0, Math.floor((width - 6) / LETTER)), left + 4, y + tall / 2 + 3.5);
+      if (text) c.fillText(text, left + 4, y + tall / 2 + 3.5);
     }
     const hit = { left, right: Math.max(right, left + 3), top: y, bottom: y + tall, row, tell: () => [`${lane.actor}: ${name}`, `${seconds(end - start)} from ${offset(start)}`] };
     this.hits.push(hit);
@@ -373,16 +390,28 @@ export class Timeline {
     c.lineWidth = 1;
   }
 
-  // Kinds of one bin stand on each other, as high as the share of the bin that they cover; a kind is drawn at once.
-  binned(c, lane) {
-    const [step, width] = this.binWidth();
-    for (const [kind, rects] of lane.byKind) {
-      c.fillStyle = this.palette[kind];
-      for (const [bin, top, tall] of rects) {
-        const x = this.x(this.data.begin + bin * step);
-        if (x + width >= GUTTER && x <= GUTTER + this.wide()) c.fillRect(x, lane.y + top, width + 0.3, tall);
-      }
+  // Bins are drawn once for each answer, a column a bin, and stretched to their place: moving costs the same for any number.
+  strip(c, lane, y, tall, render) {
+    const ratio = devicePixelRatio || 1;
+    if (!lane.strip) {
+      lane.strip = h("canvas", { width: this.data.bins, height: Math.max(1, Math.round(tall * ratio)) });
+      const inner = lane.strip.getContext("2d");
+      inner.scale(1, lane.strip.height / tall);
+      render(inner);
     }
+    const [from, to] = [this.x(this.data.begin), this.x(this.data.end)];
+    c.imageSmoothingEnabled = false;
+    c.drawImage(lane.strip, from, y, to - from, tall);
+  }
+
+  // Kinds of one bin stand on each other, as high as the share of the bin that they cover.
+  binned(c, lane) {
+    this.strip(c, lane, lane.y, lane.tall, (inner) => {
+      for (const [kind, rects] of stackedBins(lane.bins, lane.tall - 1)) {
+        inner.fillStyle = this.palette[kind];
+        for (const [bin, top, tall] of rects) inner.fillRect(bin, top, 1, tall);
+      }
+    });
     this.across(lane.y, lane.y + lane.tall, (bin) => {
       const found = lane.bins.filter((each) => each[0] === bin);
       if (!found.length) return null;
@@ -391,26 +420,23 @@ export class Timeline {
     });
   }
 
-  binWidth() {
-    const step = (this.data.end - this.data.begin) / this.data.bins;
-    return [step, Math.max(1, (step / (this.end - this.begin)) * this.wide())];
+  binAt(x) {
+    return Math.floor(((this.timeAt(x) - this.data.begin) / (this.data.end - this.data.begin)) * this.data.bins);
   }
 
   // One place to point at for a whole row of bins: what lies there is looked up when somebody does.
   across(top, bottom, tell) {
-    const at = (x) => Math.floor((this.timeAt(x) - this.data.begin) / this.binWidth()[0]);
-    this.hits.push({ left: GUTTER, right: GUTTER + this.wide(), top, bottom, row: -1, tell: (x) => tell(at(x)) });
+    this.hits.push({ left: GUTTER, right: this.edge, top, bottom, row: -1, tell: (x) => tell(this.binAt(x)) });
   }
 
   levels(c, lane) {
-    const [step, width] = this.binWidth();
     const most = Math.max(...lane.levels, 1);
-    c.fillStyle = this.ink.sky;
-    lane.levels.forEach((level, bin) => {
-      const x = this.x(this.data.begin + bin * step);
-      if (!level || x + width < GUTTER || x > GUTTER + this.wide()) return;
-      const tall = (level / most) * (lane.tall - 2);
-      c.fillRect(x, lane.y + lane.tall - 2 - tall, width + 0.3, tall);
+    this.strip(c, lane, lane.y, lane.tall, (inner) => {
+      inner.fillStyle = this.ink.sky;
+      lane.levels.forEach((level, bin) => {
+        const tall = (level / most) * (lane.tall - 2);
+        if (level) inner.fillRect(bin, lane.tall - 2 - tall, 1, tall);
+      });
     });
     this.across(lane.y, lane.y + lane.tall, (bin) => (lane.levels[bin] ? [`${lane.actor}: ${lane.levels[bin]} rollouts under way`, `at most ${most} in this window`] : null));
   }
@@ -420,7 +446,7 @@ export class Timeline {
     if (this.data.marks) {
       for (const mark of this.marked.get(name) || []) {
         const x = this.x(mark[1]);
-        if (x < GUTTER - 3 || x > GUTTER + this.wide() + 3) continue;
+        if (x < GUTTER - 3 || x > this.edge + 3) continue;
         c.fillStyle = mark[0] === this.chosen ? ink.text : ink.mark;
         c.fillRect(x - 1, y + 1, 2, MARKS_HEIGHT - 3);
         if (mark[0] === this.chosen) this.frame(c, x - 2, y, 4, MARKS_HEIGHT - 2);
@@ -430,16 +456,15 @@ export class Timeline {
     }
     const counts = this.data.density[name];
     if (!counts) return;
-    const [step, width] = this.binWidth();
-    const most = Math.max(...counts, 1);
-    c.fillStyle = ink.mark;
-    counts.forEach((n, bin) => {
-      const x = this.x(this.data.begin + bin * step);
-      if (!n || x + width < GUTTER || x > GUTTER + this.wide()) return;
-      c.globalAlpha = 0.2 + (0.8 * n) / most;
-      c.fillRect(x, y + 1, width, MARKS_HEIGHT - 3);
+    if (!this.densities.has(name)) this.densities.set(name, {});
+    this.strip(c, this.densities.get(name), y, MARKS_HEIGHT, (inner) => {
+      const most = Math.max(...counts, 1);
+      inner.fillStyle = ink.mark;
+      counts.forEach((n, bin) => {
+        inner.globalAlpha = 0.2 + (0.8 * n) / most;
+        if (n) inner.fillRect(bin, 1, 1, MARKS_HEIGHT - 3);
+      });
     });
-    c.globalAlpha = 1;
     this.across(y, y + MARKS_HEIGHT, (bin) => (counts[bin] ? [`${name}: ${counts[bin]} events`, "zoom in to see them"] : null));
   }
 
@@ -564,6 +589,13 @@ export class Timeline {
     event.preventDefault();
     work();
   }
+}
+
+// As much of a span's name as makes sense in so many letters: all of it, what stands before its details, or nothing.
+function fitting(name, letters) {
+  if (name.length <= letters) return name;
+  const [short] = name.split(/[,:]/);
+  return short.length <= letters ? short : "";
 }
 
 // Which of a few rows each span of a lane takes, so that none covers another; deeper ones share the last.
