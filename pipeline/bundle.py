@@ -32,10 +32,9 @@ from contracts.envelope import decode, encode
 from contracts.events import ActorBooted, TaskIssued
 from pipeline import eventlog, rundir
 from pipeline.errors import Exit, PipelineError
-from pipeline.launcher import config_of
 from pipeline.replay import journals
 from pipeline.replay.recorded import Log, Track, eras_of
-from pipeline.rundir import RunDir
+from pipeline.rundir import RunDir, config_of
 from pipeline.runtime.journal import Journal, Record, fingerprint
 from pipeline.secrets import Scrubber
 from pipeline.why import load, render
@@ -114,7 +113,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pipeline import bundle
-from pipeline.launcher import config_of
+from pipeline.rundir import config_of
 from pipeline.replay.check import check
 from pipeline.replay.recorded import Recorded
 from pipeline.why import load

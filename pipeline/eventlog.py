@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import os
 import time
@@ -64,6 +63,8 @@ def everything(run: RunDir, chosen: Filter) -> Iterator[Envelope[Event]]:
         last[entry.stream] = entry.entry
         if chosen.accepts(envelope):
             yield envelope
+    import asyncio
+
     for entry in asyncio.run(_present(run, last)):
         envelope = decode(entry.stream, entry.data)
         if chosen.accepts(envelope):
@@ -191,6 +192,7 @@ async def pages(bus: Bus, cursors: Mapping[str, str]) -> AsyncGenerator[list[Ent
 
 def _iterate(source: AsyncGenerator[Entry]) -> Iterator[Entry]:
     """Read an asynchronous source from ordinary code."""
+    import asyncio
 
     async def take() -> Entry | None:
         return await anext(source, None)

@@ -37,7 +37,7 @@ KEPT = 5000
 
 def up(recipe: str, overrides: Sequence[str]) -> Exit:
     """Run `recipe` to its end; answers the exit code. Raises `PipelineError` for what is wrong before it begins."""
-    config = preflight.absolute(_load(recipe, overrides), Path.cwd())
+    config = preflight.absolute(rundir.load_config(recipe, overrides), Path.cwd())
     preflight.check(config)
     digest = loading.digest(config)
     info = rundir.describe(config.name, config, digest)
@@ -49,8 +49,8 @@ def up(recipe: str, overrides: Sequence[str]) -> Exit:
 def resume(run: str, overrides: Sequence[str]) -> Exit:
     """Go on with a run that was interrupted or failed."""
     directory = RunDir.find(run)
-    before = config_of(directory)
-    config = _load(str(directory / "config.yaml"), overrides)
+    before = rundir.config_of(directory)
+    config = rundir.load_config(str(directory / "config.yaml"), overrides)
     refused = resuming.refusals(before, config)
     if refused:
         raise PipelineError("\n".join(refused), Exit.USAGE)
@@ -58,18 +58,6 @@ def resume(run: str, overrides: Sequence[str]) -> Exit:
     directory.lock()
     directory.update(pid=os.getpid(), ended=None)
     return Session(config, directory, before=before).run()
-
-
-def config_of(run: RunDir) -> RunConfig:
-    """The configuration that a run was started with."""
-    return _load(str(run / "config.yaml"), ())
-
-
-def _load(recipe: str, overrides: Sequence[str]) -> RunConfig:
-    try:
-        return loading.load(recipe, overrides)
-    except loading.ConfigError as error:
-        raise PipelineError("\n".join(error.problems), Exit.USAGE) from error
 
 
 class Session:

@@ -17,8 +17,7 @@ import yaml
 from config.schema import RunConfig
 from pipeline import eventlog
 from pipeline.errors import Exit, PipelineError
-from pipeline.launcher import config_of
-from pipeline.rundir import RunDir, RunInfo
+from pipeline.rundir import RunDir, RunInfo, config_of
 from pipeline.ui._data import RunData, told
 from pipeline.why.diagnosis import NOTHING
 

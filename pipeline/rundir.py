@@ -15,6 +15,7 @@ import fcntl
 import os
 import secrets
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
@@ -200,6 +201,19 @@ class RunDir:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def config_of(run: RunDir) -> RunConfig:
+    """The configuration that a run was started with. Raises `PipelineError` if it can't be read."""
+    return load_config(str(run / "config.yaml"), ())
+
+
+def load_config(recipe: str, overrides: Sequence[str]) -> RunConfig:
+    """A recipe, or a file, with settings. Raises `PipelineError` that says everything wrong with it."""
+    try:
+        return loading.load(recipe, overrides)
+    except loading.ConfigError as error:
+        raise PipelineError("\n".join(error.problems), Exit.USAGE) from error
 
 
 def describe(name: str, config: Any, digest: str) -> RunInfo:

@@ -280,7 +280,7 @@ class Verifier:
 def verify(run: RunDir) -> tuple[list[Finding], Summary]:
     """Fold the archive of a run. Raises `PipelineError` if it can't be read."""
     from pipeline.eventlog import archived
-    from pipeline.launcher import config_of
+    from pipeline.rundir import config_of
 
     config = config_of(run)
     staleness = 0 if config.sync else config.buffer.max_staleness

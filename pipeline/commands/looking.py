@@ -71,8 +71,7 @@ def why(run: str | None, until: str | None, now: str | None, patience: float, as
     import msgspec
 
     from pipeline import moments
-    from pipeline.launcher import config_of
-    from pipeline.rundir import RunDir
+    from pipeline.rundir import RunDir, config_of
     from pipeline.why import load, render
 
     directory = RunDir.find(run)
@@ -171,8 +170,7 @@ def trace(run: str | None, out: Path | None) -> None:
 @click.argument("run", required=False)
 def top(run: str | None) -> None:
     """Watch a run on the terminal: actors, engines, streams, plots, events; keys move through time."""
-    from pipeline.launcher import config_of
-    from pipeline.rundir import RunDir
+    from pipeline.rundir import RunDir, config_of
 
     if not sys.stdout.isatty():
         raise PipelineError("`pipeline top` draws on a terminal; in a pipe use `pipeline log --follow`", Exit.USAGE)
@@ -192,8 +190,7 @@ def top(run: str | None) -> None:
 def export(run: str | None, prometheus: str | None, otlp: str | None, wandb: str | None) -> None:
     """Export a run's figures, live or from its archive, until the run has finished."""
     from pipeline.export import command
-    from pipeline.launcher import config_of
-    from pipeline.rundir import RunDir
+    from pipeline.rundir import RunDir, config_of
 
     directory = RunDir.find(run)
     targets = command.Targets(prometheus=prometheus, otlp=otlp, wandb=wandb)

@@ -9,13 +9,12 @@ import msgspec
 
 from pipeline import moments
 from pipeline.errors import Exit, PipelineError
-from pipeline.launcher import config_of
 from pipeline.replay import show
 from pipeline.replay.check import check
 from pipeline.replay.recorded import Recorded
 from pipeline.replay.states import plain
 from pipeline.replay.whatif import what_if
-from pipeline.rundir import RunDir
+from pipeline.rundir import RunDir, config_of
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,8 +10,7 @@ import webbrowser
 import click
 
 from pipeline.errors import Exit, PipelineError
-from pipeline.launcher import config_of
-from pipeline.rundir import RunDir
+from pipeline.rundir import RunDir, config_of
 from pipeline.ui import _server
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import os
 import socket
@@ -14,15 +13,14 @@ import msgspec
 from actors import registry
 from actors.recorder import archive
 from actors.recorder.ordering import START, advance, number, settled
+from actors.startup import uncollected
 from config.schema import RunConfig
 from contracts.core import Entry
 from contracts.envelope import STREAMS, WORK_STREAMS, Envelope, decode
 from contracts.events import ActorBooted, RunStopping
 from pipeline import eventlog
-from pipeline.cores import core_of
 from pipeline.errors import PipelineError
 from pipeline.moments import Moment
-from pipeline.replay import journals
 from pipeline.rundir import RunDir
 from pipeline.why.diagnosis import diagnose
 from pipeline.why.look import FLOOR_S
@@ -99,12 +97,15 @@ def gather(run: RunDir, config: RunConfig, until: Moment | None = None, *, look:
     Raises `PipelineError` if the archive is damaged.
     """
     follower = Follower(until)
-    for entry, envelope in eventlog.archived(run):
-        if not follower.take(entry, envelope):
-            break
+    with uncollected():
+        for entry, envelope in eventlog.archived(run):
+            if not follower.take(entry, envelope):
+                break
     live = until is None and follower.model.finished is None and archive.has_writer(run.events)
     evidence = Evidence()
     if live:
+        import asyncio
+
         evidence = asyncio.run(_ask_store(run, config, follower, look=look))
         evidence = msgspec.structs.replace(evidence, alive=alive(follower.pids))
     elif look and until is None:
@@ -129,7 +130,12 @@ def explain(
     found = diagnose(case.model, config, case.now, case.evidence, floor_s)
     if not found.stuck or until is not None or case.stopped:
         return case, found
-    seen = asyncio.run(_look_live(run, config)) if case.live else look_into(run, config)
+    if case.live:
+        import asyncio
+
+        seen = asyncio.run(_look_live(run, config))
+    else:
+        seen = look_into(run, config)
     evidence = msgspec.structs.replace(case.evidence, states=seen.states, heard=seen.heard)
     case = msgspec.structs.replace(case, evidence=evidence)
     return case, diagnose(case.model, config, case.now, evidence, floor_s)
@@ -165,6 +171,9 @@ def end_of(run: RunDir, model: Model) -> float:
 
 def look_into(run: RunDir, config: RunConfig) -> Evidence:
     """The states of an archived run's actors; nothing if its journals can't be folded by this version."""
+    from pipeline.cores import core_of
+    from pipeline.replay import journals
+
     cores = {n: core_of(config, n) for n in registry.names(config) if registry.kind_of(n) in LOOKED_INTO}
     try:
         found = journals.latest(run, cores)
@@ -205,6 +214,7 @@ async def _ask_store(run: RunDir, config: RunConfig, follower: Follower, *, look
 
 async def states(bus: Any, config: RunConfig) -> dict[str, Any]:
     """Each actor's state: its snapshot and the journal after it."""
+    from pipeline.cores import core_of
     from pipeline.runtime.journal import Journal, JournalDiverged
 
     found: dict[str, Any] = {}

@@ -52,7 +52,7 @@ ZOOM = {"whole": 0, "tenth": 3, "close": 9}
 
 
 def main(events: int, folder: Path, shots: Path | None) -> None:
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import sync_playwright  # pyright: ignore[reportMissingImports]
 
     if not (folder / "run.json").exists():
         longlog.write(folder, events)

@@ -14,10 +14,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pipeline.launcher import config_of
 from pipeline.replay.check import check, without_collector
 from pipeline.replay.recorded import Recorded
-from pipeline.rundir import RunDir
+from pipeline.rundir import RunDir, config_of
 from pipeline.simulate import archive
 from tests.bench import longlog
 

@@ -11,8 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from pipeline.launcher import config_of
-from pipeline.rundir import RunDir
+from pipeline.rundir import RunDir, config_of
 from pipeline.top.feed import Feed
 from tests.bench import longlog
 from tests.bench.ui import memory

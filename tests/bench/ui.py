@@ -17,8 +17,7 @@ from typing import Any
 
 import msgspec
 
-from pipeline.launcher import config_of
-from pipeline.rundir import RunDir
+from pipeline.rundir import RunDir, config_of
 from pipeline.ui._index import Query
 from pipeline.ui._samples import Wanted
 from pipeline.ui._source import Source

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from pipeline import eventlog
-from pipeline.launcher import config_of
 from pipeline.replay import journals
-from pipeline.rundir import RunDir
+from pipeline.rundir import RunDir, config_of
 from pipeline.why import load
 from pipeline.why.diagnosis import diagnose
 from pipeline.why.model import Model

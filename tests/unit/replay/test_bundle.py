@@ -21,10 +21,9 @@ from contracts import events
 from contracts.envelope import decode, encode
 from pipeline import bundle, cli
 from pipeline.errors import PipelineError
-from pipeline.launcher import config_of
 from pipeline.replay.check import check
 from pipeline.replay.recorded import Recorded
-from pipeline.rundir import RunDir
+from pipeline.rundir import RunDir, config_of
 from pipeline.secrets import Scrubber
 from pipeline.simulate import archive
 from tests.stalls.gallery import PATIENT, long_tail_in_drain

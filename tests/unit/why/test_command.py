@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -111,3 +113,13 @@ def test_every_actor_of_a_run_has_a_core_and_the_simulation_uses_the_same():
     }
     with pytest.raises(registry.UnknownActor):
         core_of(config, "nobody-0")
+
+
+def test_an_archive_is_explained_without_what_a_live_run_needs() -> None:
+    heavy = {"torch", "ray", "redis", "transformers", "structlog", "rich", "aiohttp", "numpy", "asyncio"}
+    program = (
+        "import sys, pipeline.why.load, pipeline.why.render, pipeline.rundir\n"
+        f"print(sorted(set(sys.modules) & {heavy!r}))\n"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
