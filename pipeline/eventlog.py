@@ -85,7 +85,7 @@ async def _present(run: RunDir, last: dict[str, str]) -> list[Entry]:
         return []
     try:
         cursors, found = {stream: last.get(stream, START) for stream in STREAMS}, []
-        while page := settled(await bus.read_after(cursors, count=PAGE, block_ms=None), PAGE):
+        while page := await _page(run, bus, cursors, None):
             cursors = advance(cursors, page)
             found += page
         return found
@@ -175,19 +175,32 @@ async def _live(run: RunDir, last: dict[str, str]) -> AsyncGenerator[Entry]:
     except BusError as error:
         raise PipelineError(f"the run is not live: {error}", Exit.BROKER) from error
     try:
-        async for page in pages(bus, {stream: last.get(stream, START) for stream in STREAMS}):
+        async for page in pages(run, bus, {stream: last.get(stream, START) for stream in STREAMS}):
             for entry in page:
                 yield entry
     finally:
         await bus.close()
 
 
-async def pages(bus: Bus, cursors: Mapping[str, str]) -> AsyncGenerator[list[Entry]]:
+async def pages(run: RunDir, bus: Bus, cursors: Mapping[str, str]) -> AsyncGenerator[list[Entry]]:
     """What a live run adds behind `cursors`, in the order of commits, for ever; an empty page every `BLOCK_MS`."""
     while True:
-        found = settled(await bus.read_after(cursors, count=PAGE, block_ms=BLOCK_MS), PAGE)
+        found = await _page(run, bus, cursors, BLOCK_MS)
         cursors = advance(cursors, found)
         yield found
+
+
+async def _page(run: RunDir, bus: Bus, cursors: Mapping[str, str], block_ms: int | None) -> list[Entry]:
+    """One reading of the store. Numbers that it lacks were trimmed before they were read: they are archived by then."""
+    found = settled(await bus.read_after(cursors, count=PAGE, block_ms=block_ms), PAGE)
+    last = max(map(number, cursors.values()))
+    end = number(found[-1].entry) if found else max(map(number, (await bus.tails(list(cursors))).values()))
+    missing = set(range(last + 1, end + 1)).difference(number(entry.entry) for entry in found)
+    if not missing:
+        return found
+    archived = archive.read(run.events, behind=dict.fromkeys(cursors, last))
+    trimmed = [entry for entry in archived if number(entry.entry) in missing]
+    return sorted([*trimmed, *found], key=lambda entry: number(entry.entry))
 
 
 def _iterate(source: AsyncGenerator[Entry]) -> Iterator[Entry]:

@@ -106,7 +106,7 @@ class Feed:
         looked_at = 0.0
         cursors = {stream: self._last.get(stream, START) for stream in STREAMS}
         try:
-            async with contextlib.aclosing(eventlog.pages(bus, cursors)) as pages:
+            async with contextlib.aclosing(eventlog.pages(self._run, bus, cursors)) as pages:
                 async for page in pages:
                     self._extend((entry, decode(entry.stream, entry.data)) for entry in page)
                     if self._stop.is_set() or self.history.board.view.finished is not None:

@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -17,8 +18,8 @@ from story import Story, trained
 from actors.recorder.archive import Writer, has_writer
 from config.schema import BrokerConfig
 from contracts import events
-from contracts.envelope import encode
-from pipeline import broker
+from contracts.envelope import STREAMS, encode
+from pipeline import broker, eventlog
 from pipeline.bus import Bus
 from pipeline.cli import main
 from pipeline.errors import Exit, PipelineError
@@ -58,6 +59,47 @@ def test_what_is_archived_and_what_is_live_come_once_and_in_order(
     assert printed[-1]["kind"] == "run.finished"
     only = [json.loads(line)["kind"] for line in lines(run, Filter(kinds=("training.*",)), follow=True)]
     assert only == ["training.finished"]
+
+
+@pytest.mark.parametrize("kept", [2, 0], ids=["the end is there", "all is trimmed"])
+@pytest.mark.parametrize("follow_it", [True, False], ids=["followed", "as it is now"])
+def test_what_is_archived_and_trimmed_while_the_archive_is_read_is_not_missed(
+    store: str, make_run: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch, follow_it: bool, kept: int
+) -> None:
+    monkeypatch.setenv("REDIS_URL", store)
+    whole = trained(3)
+    whole.add(events.TrainingFinished(version=3, step=3))
+    whole.add(events.RunFinished(reason="trained"))
+    run = make_run(trained(1))
+    known = len(trained(1).log)
+
+    async def fill() -> None:
+        bus = await Bus.connect(store, run.info().run, actor="test")
+        for envelope in whole.log:
+            await bus.post(envelope.stream, encode(envelope))
+        for stream in STREAMS:
+            await bus.trim(stream, f"{len(whole.log) - kept + 1}-0")
+        await bus.close()
+
+    asyncio.run(fill())
+    read = eventlog.archived
+
+    def late(*given: Any, **named: Any) -> Iterator[Any]:
+        """The recorder archives the rest just after the archive was read."""
+        yield from read(*given, **named)
+        monkeypatch.setattr(eventlog, "archived", read)
+        writer = Writer(run.events, 0.0)
+        for place, envelope in enumerate(whole.log[known : len(whole.log) - kept], known + 1):
+            writer.append(envelope.stream, f"{place}-0", encode(envelope))
+        writer.close(0.0)
+
+    monkeypatch.setattr(eventlog, "archived", late)
+    if follow_it:
+        entries = [json.loads(line)["entry"] for line in lines(run, Filter(), follow=True)]
+        assert entries == [f"{n}-0" for n in range(1, len(whole.log) + 1)]
+    else:
+        found = [envelope.id for envelope in eventlog.everything(run, Filter())]
+        assert found == [envelope.id for envelope in whole.log]
 
 
 def test_a_reader_that_stops_early_leaves_no_connection(
