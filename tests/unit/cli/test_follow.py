@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner
-from story import Story, trained
+from story import Story, trained  # pyright: ignore[reportMissingImports] - pytest puts its folder on the path
 
 from actors.recorder.archive import Writer, has_writer
 from config.schema import BrokerConfig
