@@ -2,11 +2,12 @@
 
     python -m tests.lanes.gpu.run_up --python ENV/bin/python          # every variant that this machine has GPUs for
     python -m tests.lanes.gpu.run_up --python ENV/bin/python --only nccl,sync
-    python -m tests.lanes.gpu.run_up --try                            # the script itself, on a CPU, in two minutes
+    python -m tests.lanes.gpu.run_up --try                            # the script itself, on a CPU, in some minutes
 
-`nccl` and `ipc` start their SGLang server themselves. The others use one that this script starts beside the first and
-keeps, so that they are over sooner; it is also measured alone. A variant that fails, or is not done in its time, does
-not keep the next from running. What is left of them goes to $OUT: results.jsonl, metrics.jsonl, logs.tar.gz.
+`nccl` and `ipc` start their SGLang server themselves. The others use one that this script starts beside them on the
+second GPU and keeps, so that they are over sooner. Variants that are not timed run beside those; then that server is
+measured alone, and then those whose times are compared have the machine to themselves. A variant that fails, or is not
+done in its time, keeps no other from running. What is left of them goes to $OUT.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from actors import models
 from actors.engine import server
 from config import loading
 from config.schema import RunConfig
+from contracts.engine import EngineError
 
 ROOT = Path(__file__).parents[3]
 MISMATCH = 1.05
@@ -46,25 +48,32 @@ LOG_BYTES = 200_000
 
 
 class Variant(msgspec.Struct, frozen=True):
-    """`settings` of a run. `own`: it starts its server itself. `rises`: long enough for the reward to rise."""
+    """`settings` of a run. `own`: it starts its server itself. `timed`: it runs alone. `rises`: the reward must."""
 
     name: str
     gpus: int
     steps: int
     limit_s: float
     own: bool = False
+    timed: bool = False
     rises: bool = False
     settings: tuple[str, ...] = ()
 
 
-LONG = ("rollout.max_new_tokens=64", "checkpoint.every=30")
-"""Where generation takes about as long as training."""
+BOUND = (
+    "producer.args.chat=true",
+    "producer.args.prompt_template='Explain at length and step by step. {question}'",
+    "rollout.max_new_tokens=128",
+    "trainer.lr=1e-9",
+    "checkpoint.every=1000",
+)
+"""Generation takes longer than training, and goes on doing so: answers stay as long as they are."""
 VARIANTS = (
-    Variant("nccl", 2, 60, 260.0, own=True, rises=True),
-    Variant("async", 2, 30, 120.0, settings=LONG),
-    Variant("sync", 2, 30, 150.0, settings=(*LONG, "sync=true")),
-    Variant("megatron", 2, 30, 150.0, settings=("trainer.backend=megatron",)),
     Variant("ipc", 1, 40, 220.0, own=True, rises=True, settings=("engine.gpus=[0]", "refit.transport=ipc")),
+    Variant("megatron", 2, 20, 150.0, settings=("trainer.backend=megatron",)),
+    Variant("async", 2, 14, 100.0, timed=True, settings=(*BOUND, "refit.drain=interrupt")),
+    Variant("sync", 2, 14, 110.0, timed=True, settings=(*BOUND, "sync=true")),
+    Variant("nccl", 2, 40, 260.0, own=True, rises=True),
 )
 
 
@@ -105,7 +114,7 @@ class Lane:
         steps = 6 if self.args.dry else variant.steps
         words = [recipe, f"run_dir={self.work / variant.name}", *settings, *variant.settings, f"steps={steps}"]
         if self.args.dry:
-            words = [word.replace("engine.gpus=[0]", "engine.gpus=[]") for word in words]
+            words = [word.replace("engine.gpus=[0]", "engine.gpus=[]") for word in words if "producer.args" not in word]
         return words if url is None else [*words, "engine.kind=external", f"engine.urls=[{url}]", "engine.gpus=[]"]
 
     def up(self, variant: Variant, url: str | None) -> dict[str, Any]:
@@ -143,11 +152,11 @@ class Lane:
         chosen = [v for v in chosen if v.gpus <= count]
         shared = asyncio.create_task(self._shared()) if any(not v.own for v in chosen) else None
         try:
-            for variant in chosen:
-                if self.left_s < 40:
-                    self.say({"variant": variant.name, "failures": ["no time left"]})
-                    continue
-                await self._one(variant, shared)
+            first, *others = [v for v in chosen if v.own] or [None]
+            beside = [v for v in chosen if not v.own and not v.timed]
+            await asyncio.gather(self._each([first] if first else [], None), self._each(beside, shared))
+            await self._each([v for v in chosen if v.timed], shared)
+            await self._each([v for v in others if v is not None], None)
         finally:
             if shared is not None:
                 with contextlib.suppress(server.ServerError):
@@ -155,21 +164,28 @@ class Lane:
             self._keep()
         return all(not said.get("failures") for said in self.results)
 
+    async def _each(self, variants: Sequence[Variant], shared: asyncio.Task[server.Server] | None) -> None:
+        for variant in variants:
+            if self.left_s < 40:
+                self.say({"variant": variant.name, "failures": ["no time left"]})
+            else:
+                await self._one(variant, shared)
+
     async def _one(self, variant: Variant, shared: asyncio.Task[server.Server] | None) -> None:
         url = None
         try:
             if not variant.own:
                 assert shared is not None
                 url = (await shared).client.url
-                if not any(said.get("variant") == "alone" for said in self.results):
+                if variant.timed and not any(said.get("variant") == "alone" for said in self.results):
                     self.say({"variant": "alone", **await alone((await shared), self._config())})
             self.say({"variant": variant.name, **await asyncio.to_thread(self.up, variant, url)})
             self._compare()
-        except (server.ServerError, subprocess.TimeoutExpired, OSError) as error:
+        except (server.ServerError, EngineError, subprocess.TimeoutExpired, OSError) as error:
             self.say({"variant": variant.name, "failures": [f"{type(error).__name__}: {error}"[-2000:]]})
 
     def _config(self) -> RunConfig:
-        return loading.load(self.common()[0], [*self.common()[1:], *LONG])
+        return loading.load(self.common()[0], [*self.common()[1:], *([] if self.args.dry else BOUND)])
 
     async def _shared(self) -> server.Server:
         """The server that several variants use."""
@@ -244,7 +260,7 @@ def judged(variant: Variant, found: Sequence[dict[str, Any]], dry: bool) -> dict
     rewards = [row["reward/train"] or 0.0 for row in found]
     fifth = max(1, len(rewards) // 5)
     first_reward, last_reward = statistics.mean(rewards[:fifth]), statistics.mean(rewards[-fifth:])
-    gaps = [gap for row in found if (gap := row.get("policy/mismatch_exp_lag0", row.get("policy/mismatch_exp")))]
+    gaps = [gap for row in found if (gap := row.get("policy/mismatch_exp_lag0"))]
     settled = found[min(5, len(found) - 1) :]
     between = [row["time/since_last_s"] for row in settled if row["time/since_last_s"]]
     refits = {row["refit/epoch"]: row for row in found if "refit/epoch" in row}
@@ -264,7 +280,8 @@ def judged(variant: Variant, found: Sequence[dict[str, Any]], dry: bool) -> dict
         "reward_first": round(first_reward, 4),
         "reward_last": round(last_reward, 4),
         "mismatch_max": max(gaps, default=None),
-        "mismatch_mean": statistics.mean(gaps) if gaps else None,
+        "mismatch_steps": len(gaps),
+        "mismatch_lagged": middle([gap for row in found if (gap := row.get("policy/mismatch_exp_lagged"))]),
         "s_per_step": middle(between),
         "step_s": middle([row["time/step_s"] for row in settled]),
         "waited_s": middle([row["time/waited_s"] for row in settled]),
@@ -285,13 +302,13 @@ async def alone(engine: server.Server, config: RunConfig) -> dict[str, Any]:
     sampling = {"temperature": config.rollout.temperature, "max_new_tokens": tokens, "n": samples, "ignore_eos": True}
 
     async def group(number: int) -> int:
-        ids = [5 + (number * 7 + place) % 60 for place in range(40)]
+        ids = [5 + (number * 7 + place) % 25 for place in range(60)]
         body = {"input_ids": ids, "sampling_params": sampling, "return_logprob": True}
         answer = await engine.client.generate(body, 60.0)
         return sum(item["meta_info"]["completion_tokens"] for item in answer)
 
     speeds = []
-    for turn in range(4):
+    for turn in range(3):
         began = time.perf_counter()
         numbers = range(config.buffer.groups * 2 * turn, config.buffer.groups * 2 * (turn + 1))
         made = sum(await asyncio.gather(*map(group, numbers)))
