@@ -8,6 +8,7 @@ torch's own operations compute the same number.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 from collections.abc import Iterable, Sequence
@@ -79,7 +80,10 @@ class Mixer:
 
     def launch(self) -> None:
         """Begin on the current stream of the device, for a `run(launched=True)` later."""
-        if self._table is not None:
+        if self._table is None:
+            return
+        # Triton launches on the current device, whatever the pointers are of
+        with torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext():
             self._sums.zero_()
             _kernel()[(len(self._table),)](self._table, self._sums, CHUNK, BLOCK, K1, K2, K3)
 

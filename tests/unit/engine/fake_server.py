@@ -29,6 +29,8 @@ class FakeServer:
         self.events: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
         self.version: str | None = "default"
         self.paused = False
+        self.receivers: dict[str, list[Any]] = {}
+        """What our receivers in its ranks answer, by what they are told to do."""
         self._came = asyncio.Condition()
         self._ended = asyncio.Condition()
         app = web.Application()
@@ -131,6 +133,11 @@ class FakeServer:
             self.version = body["weight_version"]
         if path in ("/pause_generation", "/continue_generation"):
             self.paused = path == "/pause_generation"
+        message = ""
+        if path == "/update_weights_from_distributed" and body["load_format"].startswith("sluice:"):
+            do = msgspec.json.decode(body["load_format"].removeprefix("sluice:"))["do"]
+            told = msgspec.json.encode(self.receivers[do]).decode()
+            message = f"sluice:{told} Weight version updated to {body['weight_version']}."
         return web.json_response(
-            {"success": True, "message": "", "ranks": [{"checksums": dict.fromkeys("abc", "00")}], "tp_size": 2}
+            {"success": True, "message": message, "ranks": [{"checksums": dict.fromkeys("abc", "00")}], "tp_size": 2}
         )

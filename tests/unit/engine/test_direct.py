@@ -1,0 +1,153 @@
+"""The sidecar's side of our own receiver: one call a refit, and a digest from the parts that ranks hold."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from actors.engine.actor import EngineShell
+from actors.engine.client import CallError, HttpEngineClient
+from actors.engine.direct import Answer, Direct, inner, merged, slowest
+from actors.engine.server import Server, attach
+from config.schema import EngineConfig, LaunchConfig, RefitConfig, RunConfig
+from contracts.events import Bucket, EngineDrained, EngineFailed, EngineLoaded, EngineReady, TensorSpec
+from contracts.weights import digest
+from tests.unit.engine.driver import Driver
+from tests.unit.engine.fake_server import FakeServer
+from tests.unit.engine.test_sidecar_shell import BUCKETS as SENT
+from tests.unit.engine.test_sidecar_shell import Bench
+from tests.unit.engine.world import committed
+
+TENSORS = tuple(TensorSpec(name, "float32", (4, 2)) for name in ("model.embed_tokens.weight", "b"))
+BUCKETS = (Bucket(TENSORS[:1], 32), Bucket(TENSORS[1:], 32))
+
+
+def rank(**sums: Any) -> Answer:
+    return Answer("", sums={name.replace("embed", "model.embed_tokens.weight"): parts for name, parts in sums.items()})
+
+
+def test_parts_on_several_ranks_add_up_and_copies_count_once() -> None:
+    ranks = [
+        rank(embed=[("all", 8, "07")], b=[("left", 4, f"{2**64 - 1:016x}")]),
+        rank(embed=[("all", 8, "07")], b=[("right", 4, "03")]),
+    ]
+    assert merged(ranks, BUCKETS) == {"model.embed_tokens.weight": f"{7:016x}", "b": f"{2:016x}"}
+
+
+def test_a_part_that_is_not_there_or_differs_between_ranks_is_no_digest_of_the_whole() -> None:
+    assert merged([rank(embed=[("all", 8, "07")], b=[("left", 4, "01")])], BUCKETS) == {
+        "model.embed_tokens.weight": f"{7:016x}"
+    }
+    copies = [rank(embed=[("all", 8, value)], b=[("all", 8, "01")]) for value in ("07", "08")]
+    assert merged(copies, BUCKETS) == {}
+
+
+def test_what_can_not_be_told_is_none() -> None:
+    assert merged([rank(embed=[("all", 8, None)])], BUCKETS) is None
+    assert merged([Answer("quantised")], BUCKETS) is None
+
+
+def test_a_tied_head_has_the_checksum_of_the_matrix_it_is() -> None:
+    buckets = (*BUCKETS, Bucket((TensorSpec("lm_head.weight", "float32", (4, 2)),), 32))
+    found = merged([rank(embed=[("all", 8, "07")], b=[("all", 8, "01")])], buckets)
+    assert found is not None
+    assert found["lm_head.weight"] == found["model.embed_tokens.weight"]
+
+
+def test_a_receiver_gives_up_before_its_caller_and_the_slowest_rank_counts() -> None:
+    assert [inner(timeout) for timeout in (0.4, 60.0)] == [pytest.approx(0.3), 59.0]
+    assert slowest([Answer("", {"load": 1.0}), Answer("", {"load": 3.0})]) == {"load": 3.0}
+    assert slowest([]) == {}
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[FakeServer]:
+    async with FakeServer() as made:
+        made.receivers = {"prepare": [{"fallback": ""}]}
+        yield made
+
+
+async def test_where_tensors_go_is_asked_once_for_the_same_tensors(server: FakeServer) -> None:
+    client = HttpEngineClient(server.url)
+    told = Direct(client)
+    for buckets in (BUCKETS, BUCKETS, BUCKETS[:1]):
+        await told.prepare(buckets, 9.0)
+    asked = [body["names"] for _, body in server.calls]
+    assert asked == [["model.embed_tokens.weight", "b"], ["model.embed_tokens.weight"]]
+    await client.close()
+
+
+@pytest.mark.parametrize("message", ["Succeeded", "sluice:nonsense]", "sluice:"])
+async def test_a_server_without_our_receiver_is_named(server: FakeServer, message: str) -> None:
+    server.answers["/update_weights_from_distributed"] = (200, {"success": True, "message": message})
+    client = HttpEngineClient(server.url)
+    with pytest.raises(CallError, match=r"update_weights_from_distributed"):
+        await Direct(client).prepare(BUCKETS, 9.0)
+    await client.close()
+
+
+@pytest_asyncio.fixture
+async def bench(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+    async def launch(self: EngineShell, deadline_s: float) -> Server:
+        return await attach(server.url, deadline_s)
+
+    monkeypatch.setattr(EngineShell, "_launch", launch)
+    config = RunConfig(
+        engine=EngineConfig(kind="sglang", lease_s=30.0),
+        refit=RefitConfig(deadline_s=60.0, drain_deadline_s=40.0),
+        launch=LaunchConfig(start_deadline_s=5.0),
+    )
+    async with Driver(config, tmp_path) as driver:
+        await driver.event(EngineReady)
+        server.calls.clear()
+        yield Bench(driver, server, None)  # type: ignore[arg-type]
+
+
+async def test_one_call_takes_everything_with_no_pause_and_tells_its_phases(bench: Bench) -> None:
+    sums = {spec.name: [("all", math.prod(spec.shape), "0a")] for bucket in SENT for spec in bucket.tensors}
+    phases = {"broadcast": 0.25, "digest": 0.5}
+    bench.server.receivers["broadcast"] = [{"fallback": "", "phases": phases, "sums": sums, "flushed": True}]
+    loaded = await bench.load(1)
+    update = "/update_weights_from_distributed"
+    assert bench.server.paths() == ["/flush_cache", "/init_weights_update_group", update, update]
+    assert loaded.digest == digest(dict.fromkeys(sums, f"{10:016x}"))
+    assert (loaded.receiver, loaded.fallback) == ("direct", "")
+    spent = {phase.name: phase.seconds for phase in loaded.phases}
+    assert list(spent) == ["join", "prepare", "receive", "broadcast", "digest", "verify"]
+    assert spent["broadcast"] == 0.25
+    bench.driver.publish(committed(1, 1))
+    await bench.driver.mode("serving")
+    assert "/continue_generation" not in bench.server.paths()
+
+
+async def test_a_model_that_goes_through_sglangs_loader_is_told_with_the_reason(bench: Bench) -> None:
+    bench.server.receivers["prepare"] = [{"fallback": ""}, {"fallback": "quantised"}]
+    bench.server.receivers["broadcast"] = 2 * [{"fallback": "quantised", "phases": {}, "sums": None}]
+    loaded = await bench.load(1)
+    assert (loaded.receiver, loaded.fallback, loaded.digest) == ("sglang", "quantised", "")
+
+
+async def test_a_cache_that_was_not_flushed_is_no_load(bench: Bench) -> None:
+    bench.server.receivers["broadcast"] = [{"fallback": "", "sums": {}, "flushed": False}]
+    bench.request(1)
+    await bench.driver.event(EngineDrained, epoch=1)
+    bench.start(1)
+    told = await bench.driver.event(EngineFailed, epoch=1)
+    assert (told.phase, told.error) == ("verify", "Busy")
+    assert not bench.driver.find(EngineLoaded)
+
+
+async def test_weights_that_the_model_has_not_are_told_before_anything_is_received(bench: Bench) -> None:
+    refused = {"success": False, "message": "Mismatch: the model's 'z' is not among what is sent"}
+    bench.server.answers["/update_weights_from_distributed"] = (400, refused)
+    bench.request(1)
+    await bench.driver.event(EngineDrained, epoch=1)
+    bench.start(1)
+    told = await bench.driver.event(EngineFailed, epoch=1)
+    assert told.phase == "prepare"
+    assert "'z' is not among" in told.reason
