@@ -181,6 +181,10 @@ class EngineShell:
             return None
         return f"the server holds weights {found!r}, but {loaded!r} were loaded: it is another one"
 
+    async def _replaced(self) -> str | None:
+        """`_stranger`, asked only where weights were loaded."""
+        return None if self._label is None else await self._stranger(CALL_S)
+
     # --- the barrier -------------------------------------------------------------------------------------------------
 
     async def _operate(self, epoch: int, work: Callable[[], Awaitable[Any]]) -> Any | None:
@@ -208,9 +212,10 @@ class EngineShell:
             async with asyncio.timeout(self._left(command.deadline_at)):
                 if command.hold:
                     await self._pause()
+                    stranger = await self._replaced()
                 else:
-                    await self._empty(command)
-                if self._label is not None and (stranger := await self._stranger(CALL_S)) is not None:
+                    stranger = await self._empty(command)
+                if stranger is not None:
                     return ServerDead(stranger)
         except TimeoutError:
             reason = f"{self._proxy.running} requests known to run, and no flush at the deadline"
@@ -221,14 +226,19 @@ class EngineShell:
         self._context.log.info("drained", epoch=command.epoch, held=held, seconds=round(seconds, 3))
         return Drained(command.epoch, seconds, held)
 
-    async def _empty(self, command: Drain) -> None:
-        """Bounded by the drain's deadline."""
+    async def _empty(self, command: Drain) -> str | None:
+        """Bounded by the drain's deadline; whether the server is another one than was loaded."""
         await self._thaw()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._proxy.idle(), self._left(command.abort_at))
         async with asyncio.timeout(self._left(command.deadline_at)):
             await self._proxy.abort_running()
-        while not await self._client.flush(min(FLUSH_S, self._left(command.deadline_at))):
+        while True:
+            flush = self._client.flush(min(FLUSH_S, self._left(command.deadline_at)))
+            async with asyncio.timeout(self._left(command.deadline_at)):
+                flushed, stranger = await asyncio.gather(flush, self._replaced())
+            if flushed or stranger is not None:
+                return stranger
             if not self._left(command.abort_at):
                 await self._client.abort_all(CALL_S)
 

@@ -18,12 +18,17 @@ MARGIN_S = 1.0
 """How much earlier than its caller the receiver gives up, at most: its answer has to get back."""
 
 
+Parts = list[tuple[str, str, int]]
+"""Slices of one rank: the tensor's name, which part of it, and that part's elements."""
+
+
 class Answer(msgspec.Struct):
-    """What one rank says. `sums`: by name, (part of the tensor, its elements, checksum) for each slice of this rank."""
+    """What one rank says. `parts`: its slices; `sums`: the checksum of each, in that order."""
 
     fallback: str
     phases: dict[str, float] = {}
-    sums: dict[str, list[tuple[str, int, str | None]]] | None = None
+    parts: Parts = []
+    sums: list[str | None] | None = None
     flushed: bool = True
 
 
@@ -33,6 +38,7 @@ class Direct:
     def __init__(self, client: HttpEngineClient) -> None:
         self._client = client
         self._prepared: tuple[Bucket, ...] | None = None
+        self._parts: list[Parts] = []
         self.fallback = ""
         """Why the model goes through SGLang's own loader; empty when it doesn't."""
 
@@ -45,7 +51,12 @@ class Direct:
         told = {"do": "prepare", "counts": [len(bucket.tensors) for bucket in buckets]}
         answers = await self._tell(told, timeout, tensors=tensors)
         self.fallback = next((answer.fallback for answer in answers if answer.fallback), "")
+        self._parts = [answer.parts for answer in answers]
         self._prepared = buckets
+
+    def checksums(self, answers: Sequence[Answer], buckets: Iterable[Bucket]) -> dict[str, str] | None:
+        """The checksum of each tensor, of what all ranks say; None where that can't be told."""
+        return merged(self._parts, [answer.sums for answer in answers], buckets)
 
     async def broadcast(self, group: str, version: str, timeout: float) -> list[Answer]:
         """Take everything that rank 0 of `group` broadcasts."""
@@ -79,24 +90,26 @@ def slowest(answers: Iterable[Answer]) -> dict[str, float]:
     return max((answer.phases for answer in answers), key=lambda phases: sum(phases.values()), default={})
 
 
-def merged(answers: Sequence[Answer], buckets: Iterable[Bucket]) -> dict[str, str] | None:
+def merged(
+    parts: Sequence[Parts], sums: Sequence[Sequence[str | None] | None], buckets: Iterable[Bucket]
+) -> dict[str, str] | None:
     """The checksum of each tensor from those of its parts on all ranks; None where that can't be told.
 
     A part that several ranks hold counts once, if they hold the same. Parts of a tensor add up to the whole.
     """
     specs = {spec.name: spec for bucket in buckets for spec in bucket.tensors}
-    parts: dict[str, dict[str, tuple[int, str]]] = {name: {} for name in specs}
-    for answer in answers:
-        for name, slices in ({} if answer.sums is None else answer.sums).items():
-            for part, count, value in slices:
-                if value is None or parts[name].setdefault(part, (count, value)) != (count, value):
-                    return None if value is None else {}
-    if any(answer.sums is None for answer in answers):
-        return None
+    held: dict[str, dict[str, tuple[int, str]]] = {}
+    for slices, values in zip(parts, sums, strict=True):
+        if values is None or None in values or len(values) != len(slices):
+            return None
+        for (name, part, count), value in zip(slices, values, strict=True):
+            assert value is not None
+            if held.setdefault(name, {}).setdefault(part, (count, value)) != (count, value):
+                return {}
     found: dict[str, str] = {}
-    for name, spec in specs.items():
-        if sum(count for count, _ in parts[name].values()) == math.prod(spec.shape) and parts[name]:
-            found[name] = f"{sum(int(value, 16) for _, value in parts[name].values()) % 2**64:016x}"
+    for name, own in held.items():
+        if sum(count for count, _ in own.values()) == math.prod(specs[name].shape):
+            found[name] = f"{sum(int(value, 16) for _, value in own.values()) % 2**64:016x}"
     if TIED[0] in specs and TIED[0] not in found and TIED[1] in found:  # one matrix, loaded under its other name
         found[TIED[0]] = found[TIED[1]]
     return found

@@ -150,7 +150,7 @@ class Loading:
         with self.within("verify"):
             if not all(answer.flushed for answer in answers):
                 raise Unfit("Busy", "requests are held: the cache can't be flushed")
-            held = direct.merged(answers, command.buckets)
+            held = receiver.checksums(answers, command.buckets)
             return self._known(held) if self._config.refit.verify != "none" else None
 
     def _split(self, inside: dict[str, float]) -> None:

@@ -91,7 +91,7 @@ def perform(manager: Any, request: Any) -> dict[str, Any]:
         shapes = [tuple(shape) for shape in request.shapes]
         dtypes = [getattr(torch, dtype) for dtype in request.dtypes]
         receiver.prepare([Spec(*each) for each in zip(request.names, dtypes, shapes, strict=True)], command["counts"])
-        return {"fallback": receiver.fallback}
+        return {"fallback": receiver.fallback, "parts": receiver.parts()}
     if not manager.is_fully_idle():
         raise Failed("requests are held: weights can't change under them", lost=False)
     if command["do"] == "copy":

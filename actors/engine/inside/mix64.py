@@ -56,6 +56,7 @@ class Mixer:
 
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._pieces = list(pieces)
+        self.count = len(self._pieces)
         self.unreadable: set[int] = set()
         self._slow: list[tuple[int, np.ndarray]] = []
         rows: list[np.ndarray] = []

@@ -58,6 +58,7 @@ class Receiver:
         self._key: Any = None
         self._layout = slices.Layout({}, "nothing is prepared")
         self._buckets: list[_Bucket] = []
+        self._side: Any = None
         self._memory: tuple[Any, torch.Tensor] | None = None
         self._views: tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]] | None = None
 
@@ -84,8 +85,12 @@ class Receiver:
             self._buckets.append(_Bucket(part, tuple(None if one is None else _bytes(one) for one in targets)))
             start += count
         self._pieces = [(spec, piece) for spec in specs for piece in layout.slices.get(spec.name, ())]
-        self._mixer = mix64.Mixer([piece for _, piece in self._pieces])
-        self._mixer.run()  # builds the kernel before anybody waits for it
+        self._mixers = [
+            mix64.Mixer([piece for spec in bucket.specs for piece in layout.slices.get(spec.name, ())])
+            for bucket in self._buckets
+        ]
+        for mixer in self._mixers:
+            mixer.run()  # builds the kernel before anybody waits for it
         self._key = key
 
     # --- by broadcast ------------------------------------------------------------------------------------------------
@@ -100,7 +105,7 @@ class Receiver:
         began, give_up_at = time.monotonic(), time.monotonic() + timeout
         marks = _Marks(self._device, alive)
         try:
-            for bucket in self._buckets:
+            for bucket, mixer in zip(self._buckets, self._mixers, strict=True):
                 flats = [
                     torch.empty(spec.size, dtype=torch.uint8, device=self._device) if target is None else target
                     for spec, target in zip(bucket.specs, bucket.targets, strict=True)
@@ -111,7 +116,8 @@ class Receiver:
                     marks.settle(give_up_at)  # a loader may wait for the GPU, and knows no deadline
                     self._place(bucket, flats)
                     marks.mark("load")
-            self._mixer.launch()
+                self._beside(mixer)
+            self._join()
             marks.mark("digest")
             marks.settle(give_up_at)
         except (RuntimeError, OSError) as error:
@@ -135,6 +141,19 @@ class Receiver:
         for flat in flats:
             backend.broadcast([flat], options)
         group._end_coalescing(self._device).wait()
+
+    def _beside(self, mixer: mix64.Mixer) -> None:
+        """Sum up what is there on a stream of its own, while the next bucket comes."""
+        if self._device.type != "cuda":
+            return
+        self._side = self._side or torch.cuda.Stream(self._device)
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._side):
+            mixer.launch()
+
+    def _join(self) -> None:
+        if self._side is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._side)
 
     def _place(self, bucket: _Bucket, flats: list[torch.Tensor]) -> None:
         """Staged tensors to where they belong."""
@@ -160,7 +179,9 @@ class Receiver:
             marks.mark("open")
             self._copy(flat, specs, starts)
             marks.mark("load")
-            self._mixer.launch()
+            for mixer in self._mixers:
+                self._beside(mixer)
+            self._join()
             marks.mark("digest")
             marks.settle(give_up_at)
         except (RuntimeError, OSError) as error:
@@ -201,19 +222,25 @@ class Receiver:
 
     # --- what is held ------------------------------------------------------------------------------------------------
 
-    def sums(self) -> dict[str, list[list[Any]]] | None:
-        """Checksums of what the slices hold now, by name: (part of the whole, its elements, sum) of each slice.
+    def parts(self) -> list[list[Any]]:
+        """Of each slice: the tensor's name, which part of it, and that part's elements. In the order of `sums`."""
+        return [
+            [spec.name, f"{piece.offset}:{tuple(piece.tensor.shape)}:{piece.stride}", piece.tensor.numel()]
+            for spec, piece in self._pieces
+        ]
 
-        None when the model's layout can't be followed. Waits for the device; `broadcast` and `copy` began it.
+    def sums(self) -> list[str | None] | None:
+        """Checksum of what each slice holds now; None for one that can't be told.
+
+        None at all when the model's layout can't be followed. Waits for the device; on a GPU, `broadcast` and `copy`
+        have launched it.
         """
         if self._layout.problem is not None:
             return None
-        sums = self._mixer.run(launched=True)
-        found: dict[str, list[list[Any]]] = {}
-        for index, (spec, piece) in enumerate(self._pieces):
-            part = f"{piece.offset}:{tuple(piece.tensor.shape)}:{piece.stride}"
-            value = mix64.hexadecimal(sums[index]) if index in sums else None
-            found.setdefault(spec.name, []).append([part, piece.tensor.numel(), value])
+        found: list[str | None] = []
+        for mixer in self._mixers:
+            sums = mixer.run(launched=self._device.type == "cuda")
+            found += [mix64.hexadecimal(sums[i]) if i in sums else None for i in range(mixer.count)]
         return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -245,9 +246,12 @@ class Bench:
         process: Any = self.driver.shell._server.process  # type: ignore[union-attr]
         (scheduler,) = [pid for pid, name in children(process.pid).items() if "schedul" in name]
         started, _ = await self.begun(epoch, fresh=False)
+        if number == signal.SIGSTOP:  # before it has asked its GPU, which would go on without it
+            os.kill(scheduler, number)
         self.driver.publish(started)
-        await asyncio.sleep(0.3)  # it waits for rank 0 by now, or will find itself stopped on the way
-        os.kill(scheduler, number)
+        if number == signal.SIGKILL:  # while its GPU waits for rank 0
+            await asyncio.sleep(0.3)
+            os.kill(scheduler, number)
         began, reason = time.perf_counter(), ""
         try:
             await asyncio.to_thread(self.sender.send, started, deadline)

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from actors.engine.inside import mix64
 from actors.refit.transports.choice import settings
-from tests.lanes.gpu.bench import Bench, Shape, children
+from tests.lanes.gpu.bench import Bench, Shape
 from tests.lanes.gpu.wire import measure
 
 BUCKETS = (256, 128, 512, 1024)
@@ -184,17 +184,20 @@ class Lane:
         await bench.load(self.epoch, fresh=True)
         gap = await bench.gap(self.epoch, served=self.epoch)
         assert gap < self.shape.tolerance, gap
-        return {"signal": name, **told, "next_gap": gap, "left": children(os.getpid())}
+        return {"signal": name, **told, "next_gap": gap}
 
 
 async def main(args: argparse.Namespace) -> int:
     lane = Lane(args)
     await lane.attempt("wire", lane.wire)
     await lane.attempt("digest", lane.digest)
-    for case in cases(args):
+    first, rest = cases(args)[:4], cases(args)[4:]
+    for case in first:
         await lane.attempt("-".join(map(str, case)), lambda case=case: lane.refits(case))
-    for number, name in () if args.no_faults else ((19, "SIGSTOP"), (9, "SIGKILL")):
+    for number, name in () if args.no_faults else ((9, "SIGKILL"), (19, "SIGSTOP")):
         await lane.attempt(f"fault-{name}", lambda number=number, name=name: lane.fault(number, name), 300.0)
+    for case in rest:
+        await lane.attempt("-".join(map(str, case)), lambda case=case: lane.refits(case))
     await lane.ends()
     say(case="end", failed=lane.failed, seconds=round(time.monotonic() - lane.began, 1))
     return 1 if lane.failed else 0

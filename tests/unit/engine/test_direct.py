@@ -27,36 +27,30 @@ TENSORS = tuple(TensorSpec(name, "float32", (4, 2)) for name in ("model.embed_to
 BUCKETS = (Bucket(TENSORS[:1], 32), Bucket(TENSORS[1:], 32))
 
 
-def rank(**sums: Any) -> Answer:
-    return Answer("", sums={name.replace("embed", "model.embed_tokens.weight"): parts for name, parts in sums.items()})
+EMBED = "model.embed_tokens.weight"
 
 
 def test_parts_on_several_ranks_add_up_and_copies_count_once() -> None:
-    ranks = [
-        rank(embed=[("all", 8, "07")], b=[("left", 4, f"{2**64 - 1:016x}")]),
-        rank(embed=[("all", 8, "07")], b=[("right", 4, "03")]),
-    ]
-    assert merged(ranks, BUCKETS) == {"model.embed_tokens.weight": f"{7:016x}", "b": f"{2:016x}"}
+    parts = [[(EMBED, "all", 8), ("b", side, 4)] for side in ("left", "right")]
+    sums = [["07", f"{2**64 - 1:016x}"], ["07", "03"]]
+    assert merged(parts, sums, BUCKETS) == {EMBED: f"{7:016x}", "b": f"{2:016x}"}
 
 
 def test_a_part_that_is_not_there_or_differs_between_ranks_is_no_digest_of_the_whole() -> None:
-    assert merged([rank(embed=[("all", 8, "07")], b=[("left", 4, "01")])], BUCKETS) == {
-        "model.embed_tokens.weight": f"{7:016x}"
-    }
-    copies = [rank(embed=[("all", 8, value)], b=[("all", 8, "01")]) for value in ("07", "08")]
-    assert merged(copies, BUCKETS) == {}
+    assert merged([[(EMBED, "all", 8), ("b", "left", 4)]], [["07", "01"]], BUCKETS) == {EMBED: f"{7:016x}"}
+    assert merged(2 * [[(EMBED, "all", 8)]], [["07"], ["08"]], BUCKETS) == {}
 
 
-def test_what_can_not_be_told_is_none() -> None:
-    assert merged([rank(embed=[("all", 8, None)])], BUCKETS) is None
-    assert merged([Answer("quantised")], BUCKETS) is None
+@pytest.mark.parametrize("sums", [None, [None], []])
+def test_what_can_not_be_told_is_none(sums: Any) -> None:
+    assert merged([[(EMBED, "all", 8)]], [sums], BUCKETS) is None
 
 
 def test_a_tied_head_has_the_checksum_of_the_matrix_it_is() -> None:
     buckets = (*BUCKETS, Bucket((TensorSpec("lm_head.weight", "float32", (4, 2)),), 32))
-    found = merged([rank(embed=[("all", 8, "07")], b=[("all", 8, "01")])], buckets)
+    found = merged([[(EMBED, "all", 8), ("b", "all", 8)]], [["07", "01"]], buckets)
     assert found is not None
-    assert found["lm_head.weight"] == found["model.embed_tokens.weight"]
+    assert found["lm_head.weight"] == found[EMBED]
 
 
 def test_a_receiver_gives_up_before_its_caller_and_the_slowest_rank_counts() -> None:
@@ -100,7 +94,7 @@ async def bench(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     config = RunConfig(
         engine=EngineConfig(kind="sglang", lease_s=30.0),
         refit=RefitConfig(deadline_s=60.0, drain_deadline_s=40.0),
-        launch=LaunchConfig(start_deadline_s=5.0),
+        launch=LaunchConfig(start_deadline_s=60.0),
     )
     async with Driver(config, tmp_path) as driver:
         await driver.event(EngineReady)
@@ -109,13 +103,14 @@ async def bench(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 async def test_one_call_takes_everything_with_no_pause_and_tells_its_phases(bench: Bench) -> None:
-    sums = {spec.name: [("all", math.prod(spec.shape), "0a")] for bucket in SENT for spec in bucket.tensors}
+    parts = [(spec.name, "all", math.prod(spec.shape)) for bucket in SENT for spec in bucket.tensors]
     phases = {"broadcast": 0.25, "digest": 0.5}
-    bench.server.receivers["broadcast"] = [{"fallback": "", "phases": phases, "sums": sums, "flushed": True}]
+    bench.server.receivers["prepare"] = [{"fallback": "", "parts": parts}]
+    bench.server.receivers["broadcast"] = [{"fallback": "", "phases": phases, "sums": len(parts) * ["0a"]}]
     loaded = await bench.load(1)
     update = "/update_weights_from_distributed"
     assert bench.server.paths() == ["/flush_cache", "/init_weights_update_group", update, update]
-    assert loaded.digest == digest(dict.fromkeys(sums, f"{10:016x}"))
+    assert loaded.digest == digest(dict.fromkeys((name for name, _, _ in parts), f"{10:016x}"))
     assert (loaded.receiver, loaded.fallback) == ("direct", "")
     spent = {phase.name: phase.seconds for phase in loaded.phases}
     assert list(spent) == ["join", "prepare", "receive", "broadcast", "digest", "verify"]
@@ -133,7 +128,7 @@ async def test_a_model_that_goes_through_sglangs_loader_is_told_with_the_reason(
 
 
 async def test_a_cache_that_was_not_flushed_is_no_load(bench: Bench) -> None:
-    bench.server.receivers["broadcast"] = [{"fallback": "", "sums": {}, "flushed": False}]
+    bench.server.receivers["broadcast"] = [{"fallback": "", "sums": [], "flushed": False}]
     bench.request(1)
     await bench.driver.event(EngineDrained, epoch=1)
     bench.start(1)

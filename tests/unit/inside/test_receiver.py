@@ -78,16 +78,17 @@ def holds(model: Model, seed: int) -> bool:
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_broadcast_lands_in_the_live_parameters_and_its_checksums_are_told(size: int) -> None:
     manager = Manager(Model(0, size), Group(weights(1)))
-    assert manager.tell(do="prepare", counts=[2, 4]) == {"fallback": ""}
+    prepared = manager.tell(do="prepare", counts=[2, 4])
+    assert prepared["fallback"] == ""
+    assert [name for name, _, _ in prepared["parts"]] == [spec.name for spec in SPECS]
     told = manager.tell(do="broadcast", timeout=9.0)
     assert holds(manager.model, 1)
     assert (told["flushed"], manager.flushes, told["fallback"]) == (True, 1, "")
     assert {"broadcast", "digest", "flush"} <= told["phases"].keys()
     assert ("load" in told["phases"]) == (size == 2)  # what is cut is staged
     whole = dict(zip(weights(1), mix64.checksums(list(weights(1).values())), strict=True))
-    ((_, count, value),) = told["sums"]["norm"]
-    assert (count, value) == (8, whole["norm"])
-    assert (told["sums"]["q"][0][2] == whole["q"]) == (size == 1)
+    assert (prepared["parts"][5][2], told["sums"][5]) == (8, whole["norm"])
+    assert (told["sums"][1] == whole["q"]) == (size == 1)
 
 
 def test_the_loader_runs_once_for_many_transfers_and_not_at_all_in_one() -> None:
@@ -155,7 +156,7 @@ def test_shared_memory_is_opened_once_and_copied_into_the_slices(size: int) -> N
     told = manager.tell(do="copy", timeout=9.0, places=[place])
     assert receiver._memory is memory
     assert holds(manager.model, 2)
-    assert told["sums"]["norm"][0][2] == mix64.checksums([weights(2)["norm"]])[0]
+    assert told["sums"][5] == mix64.checksums([weights(2)["norm"]])[0]
     manager.tell(do="copy", timeout=9.0, places=[shared(3)])
     assert holds(manager.model, 3)
 
