@@ -16,9 +16,9 @@ from pipeline.ui._barriers import Barriers, Stretch
 from pipeline.ui._columns import Columns
 from pipeline.ui._index import Index
 
-SPANS = 400
+SPANS = 240
 """Spans of a lane that are sent one by one; more are sent as bins, but for the longest."""
-ALL_SPANS = 16_000
+ALL_SPANS = 8_000
 """Spans that are sent, of all lanes."""
 FEWEST = 30
 MARKS = 1500

@@ -76,8 +76,8 @@ def _above(look: Look, *, stuck: bool) -> list[Finding]:
             finding("store_full", "store", text, model.last_at, [f"last event {span(look.age(model.last_at))} ago"])
         )
     found += _writers(look)
-    if stuck and model.skews:
-        skew = max(model.skews.values(), key=lambda each: abs(each.seconds))
+    if stuck and model.clocks.skews:
+        skew = max(model.clocks.skews.values(), key=lambda each: abs(each.seconds))
         way = "ahead" if skew.seconds > 0 else "behind"
         text = f"the clock of {skew.actor} is {span(abs(skew.seconds))} {way}: deadlines mean something else there"
         found.append(finding("clock_jump", skew.actor, text, skew.at, [skew.how]))

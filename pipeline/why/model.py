@@ -13,6 +13,7 @@ from typing import Any
 from actors.recorder.ordering import number
 from contracts import events as ev
 from contracts.envelope import Envelope
+from pipeline.why.clocks import Clocks
 from pipeline.why.facts import (
     Actor,
     Barrier,
@@ -24,13 +25,10 @@ from pipeline.why.facts import (
     Problem,
     Result,
     SampleProblem,
-    Skew,
     Wait,
     Waited,
 )
 
-SKEW_S = 2.0
-"""A smaller disagreement of clocks is not noted."""
 KEPT = 256
 """Newest samples, problems and epochs that are remembered."""
 
@@ -87,8 +85,7 @@ class Model:
         self.trained_out = False
         self.losses: list[Loss] = []
         self.problems: deque[Problem] = deque(maxlen=KEPT)
-        self.skews: dict[str, Skew] = {}
-        self._peak_at, self._ahead = 0.0, ""
+        self.clocks = Clocks(self.actors)
         self._boot = 0
         self.stopping: tuple[str, float] | None = None
         self.finished: str | None = None
@@ -111,13 +108,7 @@ class Model:
         if actor is None:
             actor = self.actors[name] = Actor()
         actor.last_at = at
-        mono_ns = envelope.mono_ns
-        if mono_ns and wall_ns - mono_ns != actor.offset_ns:
-            self._clock(actor, name, at, wall_ns - mono_ns)
-        if at > self._peak_at:
-            self._peak_at, self._ahead = at, name
-        elif self._peak_at - at > SKEW_S:
-            self._late(name, at)
+        self.clocks.read(actor, name, at, wall_ns, envelope.mono_ns)
         if boot < actor.boot and boot and kind is not ev.ActorLeft:
             self.usurped.append((name, boot, actor.boot, at))
         handler = self._handlers.get(kind)
@@ -147,32 +138,6 @@ class Model:
     def untouched(self) -> dict[int, Group]:
         """Groups that were issued and of which no sample has ended."""
         return {index: group for index, group in self.groups.items() if not group.results}
-
-    # --- clocks and fences ---
-
-    def _clock(self, actor: Actor, name: str, at: float, offset_ns: int) -> None:
-        """The wall and the monotonic clock of an actor keep their distance, over restarts on one host too."""
-        if actor.offset_ns is not None and abs(offset_ns - actor.offset_ns) > SKEW_S * 1e9:
-            moved = (offset_ns - actor.offset_ns) / 1e9
-            self.skews[name] = Skew(name, moved, at, "its wall clock jumped against its host's monotonic clock")
-        actor.offset_ns = offset_ns
-
-    def _late(self, name: str, at: float) -> None:
-        """No event lies long before one that was committed earlier."""
-        peak, ahead = self._peak_at, self._ahead
-        if name == "driver" or ahead == name:
-            return
-        culprit, seconds = self._odd_one(name, ahead, peak - at)
-        if culprit not in self.skews:
-            text = f"{name} wrote {peak - at:.1f} s before what {ahead} had written earlier"
-            self.skews[culprit] = Skew(culprit, seconds, at, text)
-
-    def _odd_one(self, behind: str, ahead: str, seconds: float) -> tuple[str, float]:
-        """Of two actors whose clocks disagree, the one that also disagrees with most others."""
-        offsets = sorted(a.offset_ns for a in self.actors.values() if a.offset_ns is not None)
-        middle = offsets[len(offsets) // 2] if offsets else 0
-        far = {name: abs((self.actors[name].offset_ns or 0) - middle) for name in (behind, ahead)}
-        return (ahead, seconds) if far[ahead] > far[behind] else (behind, -seconds)
 
     # --- tasks, groups, batches ---
 

@@ -12,6 +12,7 @@ const DEEPEST = 4;
 const LEAST_S = 0.0005;
 const MARGIN = 0.5;
 const LETTER = 5.6;
+const AGAIN_MS = 250;
 const COLOURS = {
   drain: "orange", hold: "sand", transfer: "blue", verify: "violet", quarantined: "rose", failed: "red", step: "green",
   checkpoint: "teal", send: "blue", server: "grey", gate: "orange", wait: "wait", rollout: "sky",
@@ -31,6 +32,8 @@ export class Timeline {
     this.hover = null;
     this.chosen = null;
     this.asked = null;
+    this.loading = false;
+    this.loadedAt = 0;
     this.arrows = true;
     this.canvas = h("canvas", { class: "lanes", tabindex: "0", "aria-label": "Timeline of actors" });
     this.space = h("div", { class: "space" });
@@ -118,7 +121,7 @@ export class Timeline {
     this.end = begin + wide;
     this.following = follow ?? this.end >= this.length - 1e-9;
     this.draw();
-    if (this.beyond() && !this.loading) this.load();
+    if (this.beyond() && !this.loading && performance.now() - this.loadedAt > AGAIN_MS) this.load();
     this.fetch();
   }
 
@@ -166,7 +169,7 @@ export class Timeline {
     } catch (error) {
       fill(this.range, String(error.message));
     } finally {
-      if (this.asked === asked) this.loading = false;
+      if (this.asked === asked) [this.loading, this.loadedAt] = [false, performance.now()];
     }
   }
 

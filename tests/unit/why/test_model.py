@@ -134,7 +134,7 @@ def test_a_clock_that_jumps_against_the_monotonic_one_is_noted_with_its_length()
     story.log.append(replace(story.add(booted("trainer"), actor="trainer"), mono_ns=int(5e9)))
     jumped = story.add(stepped(1), after=3600.0, actor="trainer")
     story.log[-1] = replace(jumped, mono_ns=int(6e9))
-    skew = fold(story).skews["trainer"]
+    skew = fold(story).clocks.skews["trainer"]
     assert abs(skew.seconds - 3599.0) < 0.01
 
 
@@ -143,7 +143,7 @@ def test_an_actor_that_writes_long_before_its_past_is_noted_as_behind():
     story.add(booted("trainer"), actor="trainer")
     story.now -= 100.0
     story.add(booted("engine-0"), actor="engine-0")
-    skew = fold(story).skews["engine-0"]
+    skew = fold(story).clocks.skews["engine-0"]
     assert -100.0 < skew.seconds < -90.0
 
 
