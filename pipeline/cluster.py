@@ -8,33 +8,28 @@ import importlib
 import logging
 import os
 import secrets
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from actors import registry
 from actors.startup import uncollected
 from config.schema import RunConfig
-from pipeline import host, logs, reaper
+from pipeline import host, local_ray, logs, reaper
 from pipeline.errors import Exit, PipelineError
+from pipeline.forks import ForkServer
 from pipeline.host import Host, Left
 from pipeline.inject import Process
 from pipeline.reaper import Reaper
 
 STORE_BYTES = 80 << 20
 """Ray's object store, which nothing is put into; about the least it accepts."""
-UNUSED = ("start_monitor", "start_log_monitor", "start_api_server")
-"""Parts of a local Ray that are left out; methods of its node."""
 HEAVY = ("trainer", "engine")
 """Kinds whose processes take longest to become useful; they are created first."""
-HEAD_START_S = 6.0
+HEAD_START_S = 4.0
 """How much earlier, where there are fewer cores than actors: so long takes what their imports compute."""
 
-
-NODE_S, LOOK_EVERY_S = 30.0, 0.05
-"""How long to look for a local Ray's own node, and how often."""
 STARTS = 2
 """Tries of a local Ray: it gives its own node 30 s, which a busy machine may exceed."""
 
@@ -47,7 +42,9 @@ class Cluster:
         self._run_dir = run_dir
         self._local = config.launch.ray_address is None
         self._started = False
+        self._mark = secrets.token_hex(16)
         self._reaper: Reaper | None = None
+        self._forks: ForkServer | None = None
         self._exits: dict[str, asyncio.Task[Left]] = {}
         self._handles: dict[str, Any] = {}
         self._launched = 0
@@ -56,17 +53,24 @@ class Cluster:
     @staticmethod
     def library() -> Any:
         """Ray, which takes half a second to import; any thread may do so beforehand."""
-        for variable, value in _environment().items():
-            os.environ.setdefault(variable, value)
+        _inherited()
         with uncollected():
             return importlib.import_module("ray")
+
+    def prepare(self) -> None:
+        """Begin with what takes a while and needs nothing: Ray's import here, and the server that forks its workers."""
+        _inherited()
+        Thread(target=self.library, name="import-ray", daemon=True).start()
+        if self._local:
+            self._reaper = Reaper(self._mark)
+            self._forks = ForkServer(f"{reaper.MARK}={self._mark}", self._run_dir / "logs" / "forks.log")
 
     def start(self) -> None:
         """Start Ray here, or join the cluster at launch.ray_address. Raises `PipelineError`."""
         self._started = True
         if self._local:
-            os.environ[reaper.MARK] = mark = secrets.token_hex(16)
-            self._reaper = Reaper(mark)
+            os.environ[reaper.MARK] = self._mark
+            self._reaper = self._reaper or Reaper(self._mark)
         ray = self.library()
         options: dict[str, Any] = {"address": self._config.launch.ray_address, "namespace": "sluice"}
         options |= {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -76,7 +80,7 @@ class Cluster:
             options |= {"include_dashboard": False}
         for remaining in reversed(range(STARTS if self._local else 1)):
             try:
-                with _inside(self._run_dir), _lean() if self._local else contextlib.nullcontext():
+                with self._starting():
                     ray.init(**options)
                 return
             except Exception as error:  # a node that is late on a loaded machine is a bare Exception in Ray
@@ -86,6 +90,13 @@ class Cluster:
                     raise PipelineError(
                         f"Ray can't be started (launch.ray_address={address}): {error}", Exit.FAILED
                     ) from error
+
+    @contextlib.contextmanager
+    def _starting(self) -> Iterator[None]:
+        with _inside(self._run_dir), contextlib.ExitStack() as stack:
+            if self._local:
+                stack.enter_context(local_ray.lean(self._forks.address if self._forks else None))
+            yield
 
     def launch(self, names: Sequence[str], url: str, run: str) -> None:
         """Create the actors' processes and run them; on the event loop's thread.
@@ -141,8 +152,15 @@ class Cluster:
 
     def stop(self) -> None:
         """End all processes: ours with local Ray, only the actors on a cluster."""
-        if not self._started:
-            return
+        if self._started:
+            self._end()
+        if self._forks is not None:
+            self._forks.stop()
+        if self._reaper is not None:
+            self._reaper.sweep()
+            os.environ.pop(reaper.MARK, None)
+
+    def _end(self) -> None:
         import ray
 
         if self._pending is not None:
@@ -154,9 +172,6 @@ class Cluster:
                 for handle in self._handles.values():
                     ray.kill(handle)
             ray.shutdown()
-        if self._reaper is not None:
-            self._reaper.sweep()
-            del os.environ[reaper.MARK]
 
 
 def actor_environment(config: RunConfig, name: str) -> dict[str, str | None]:
@@ -170,19 +185,9 @@ def actor_environment(config: RunConfig, name: str) -> dict[str, str | None]:
     return {"OMP_NUM_THREADS": threads, "PYTHONSAFEPATH": "1", "TOKENIZERS_PARALLELISM": "false", logs.CONSOLE: "none"}
 
 
-def _environment() -> Mapping[str, str]:
-    """What Ray's own processes inherit: safe imports, no chatter, accelerators and priorities left as they are."""
-    return {
-        "PYTHONSAFEPATH": "1",
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "RAY_DEDUP_LOGS": "0",
-        "RAY_worker_niceness": "0",
-        # the trainer and the engines start first, a few at a time: they take longest to become useful
-        "RAY_enable_worker_prestart": "false",
-        "RAY_prestart_worker_first_driver": "false",
-        "RAY_worker_maximum_startup_concurrency": "2",
-    }
+def _inherited() -> None:
+    for variable, value in local_ray.ENVIRONMENT.items():
+        os.environ.setdefault(variable, value)
 
 
 @contextlib.contextmanager
@@ -194,42 +199,6 @@ def _inside(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.chdir(before)
-
-
-@contextlib.contextmanager
-def _lean() -> Iterator[None]:
-    """Start a local Ray without its autoscaler, log shipper and API server, and notice at once that it is up.
-
-    Ray has no setting for it, so these functions are replaced while it starts, as far as this release has them. It
-    saves some 250 MB, and 3 to 4 s on two cores.
-    """
-    from ray._private import services
-    from ray._private.node import Node
-
-    wanted: list[tuple[Any, str, Any]] = [(Node, name, lambda *_, **__: None) for name in UNUSED]
-    wanted.append((services, "get_node", partial(_get_node, getattr(services, "get_node", None))))
-    found = [(owner, name, getattr(owner, name), new) for owner, name, new in wanted if hasattr(owner, name)]
-    for owner, name, _, new in found:
-        setattr(owner, name, new)
-    try:
-        yield
-    finally:
-        for owner, name, old, _ in found:
-            setattr(owner, name, old)
-
-
-def _get_node(original: Any, address: str, node: str) -> Any:
-    """What Ray's `get_node` answers, which by itself looks once a second whether its node is there."""
-    from ray._private import services
-    from ray._private.state import GlobalState
-
-    state = GlobalState()
-    state._initialize_global_state(services._get_gcs_client_options(address))
-    until = time.monotonic() + NODE_S
-    while time.monotonic() < until and not any(row["NodeID"] == node and row["Alive"] for row in state.node_table()):
-        time.sleep(LOOK_EVERY_S)
-    state.disconnect()
-    return original(address, node)
 
 
 async def _wait(ref: Any) -> Left:

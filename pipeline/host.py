@@ -66,9 +66,9 @@ class Host:
         foreign = _differs(driver, same_root)
         if foreign:
             return Left("foreign", foreign)
-        from actors.startup import absent, uncollected
+        from actors.startup import lean
 
-        with uncollected(), absent("rich"):
+        with lean():
             from actors.registry import UnknownActor
             from contracts.core import Fatal
             from pipeline.runtime import run_actor

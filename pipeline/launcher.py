@@ -9,7 +9,6 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import msgspec
@@ -84,15 +83,15 @@ class Session:
         done = judge(self._config, self._view, {}, 0.0, 0.0) if self._resumed else None
         if done is not None and done.code is Exit.DONE:
             return self._farewell(done)
-        if self._config.launch.mode == "ray":
-            Thread(target=Cluster.library, name="import-ray", daemon=True).start()
+        cluster = self._processes()
+        cluster.prepare()
         try:
             broker = self._broker()
         except PipelineError:
+            cluster.stop()
             if not self._resumed:
                 self._directory.withdraw()
             raise
-        cluster = self._processes()
         try:
             last = self._recover(broker, last)
             self._directory.update(redis_url=_shareable(broker.url))

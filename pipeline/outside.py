@@ -26,6 +26,9 @@ class Outside:
         self._view = view
         self._events = events
 
+    def prepare(self) -> None:
+        """Nothing to prepare."""
+
     def start(self) -> None:
         """Nothing to start."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from actors.registry import UnknownActor
+from actors.startup import lean
 from contracts.core import Fatal
 from pipeline.errors import Exit, PipelineError
 from pipeline.rundir import RunDir
@@ -12,8 +13,9 @@ from pipeline.rundir import RunDir
 
 def run(name: str, run: str | None) -> Exit:
     """Run actor `name` until its run stops. Raises `PipelineError`; what a restart may cure has the code FAILED."""
-    from pipeline.bus import BusError
-    from pipeline.runtime import run_actor
+    with lean():
+        from pipeline.bus import BusError
+        from pipeline.runtime import run_actor
 
     directory = RunDir.find(run)
     info = directory.info()

@@ -15,7 +15,10 @@ from pipeline.errors import Exit, PipelineError
 @click.option("--resume", metavar="RUN", help="Go on with a run that ended or was interrupted.")
 def up(words: tuple[str, ...], resume: str | None) -> None:
     """Run a recipe (default: quickstart), with settings such as steps=200 or run_dir=PATH."""
-    from pipeline import launcher
+    from actors.startup import absent, uncollected
+
+    with uncollected(), absent("opentelemetry.sdk"):
+        from pipeline import launcher
 
     recipe, overrides = _split(words)
     if resume is None:

@@ -37,11 +37,11 @@ def test_collection_that_was_off_stays_off() -> None:
 def test_a_package_is_absent_inside_alone() -> None:
     program = (
         "import sys\n"
-        "from actors.startup import absent\n"
-        "with absent('rich'):\n"
-        "    import structlog\n"
-        "assert not any(name.split('.')[0] == 'rich' for name in sys.modules)\n"
-        "import rich.console\n"
+        "from actors.startup import lean\n"
+        "with lean():\n"
+        "    import redis.asyncio, structlog\n"
+        "assert not any(name.split('.')[0] == 'rich' or name.startswith('opentelemetry.sdk') for name in sys.modules)\n"
+        "import opentelemetry.sdk.metrics, rich.console\n"
         "print(structlog.get_logger() is not None)\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
