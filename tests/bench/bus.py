@@ -14,11 +14,11 @@ import pickle
 import random
 import shutil
 import statistics
+import struct
 import subprocess
 import sys
 import tempfile
 import time
-from array import array
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -177,12 +177,13 @@ def pickled(numbers: Numbers) -> bytes:
 
 
 def trajectory(numbers: Numbers) -> bytes:
-    """The same sample as a trajectory: ids, mask and logprobs as arrays."""
+    """The same sample as a trajectory, its numbers packed as the collector packs them."""
+    logprobs = [0.0] * PROMPT + numbers.logprobs
     sequence = Sequence(
         length=TOKENS,
-        ids=array("i", numbers.ids).tobytes(),
+        ids=struct.pack(f"<{TOKENS}i", *numbers.ids),
         loss_mask=bytes(PROMPT) + b"\1" * (TOKENS - PROMPT),
-        logprobs=bytes(4 * PROMPT) + array("f", numbers.logprobs).tobytes(),
+        logprobs=struct.pack(f"<{TOKENS}f", *logprobs),
         spans=(TokenSpan(0, PROMPT, "environment"), TokenSpan(PROMPT, TOKENS, "sampled", 3, "engine-0", 1)),
         sampling=Sampling(1.0, 2048, 7),
         stop_reason="stop",
