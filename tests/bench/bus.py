@@ -114,6 +114,7 @@ async def events(url: str, raw: aioredis.Redis, socket: str, size: int) -> None:
 
     ratios: dict[str, list[float]] = {}
     rates: dict[str, float] = {}
+    xadd = read = 0.0
     await raw.execute_command("DEL", "plain")
     await raw.execute_command("XGROUP", "CREATE", "plain", "g", "0", "MKSTREAM")
     for _ in range(ROUNDS):
@@ -232,7 +233,7 @@ async def trajectories(url: str, raw: aioredis.Redis) -> None:
     """A group of 8 a commit, as a collector commits, and batches of them read as a trainer reads them."""
     numbers = Numbers()
     actor = await Actor(await Bus.connect(url, "bench", actor="collector")).start()
-    emitting, computing, rates, reading, bare, count = [], [], [], [], [], 240
+    emitting, computing, rates, reading, bare, count, read = [], [], [], [], [], 240, 0.0
     size = len(trajectory(numbers))
 
     async def emit_pickled(first: int) -> None:
@@ -276,7 +277,7 @@ async def trajectories(url: str, raw: aioredis.Redis) -> None:
         reading.append(read / mine)
         bare.append(read / (mine + await seconds(fetch_ours)))
         await actor.bus.trim("work", f"{2**52}-0")
-    held = await raw.execute_command("STRLEN", actor.bus.keys.payload("traj:1"))
+    held: Any = await raw.execute_command("STRLEN", actor.bus.keys.payload("traj:1"))
     sent, theirs_sent = held + len(finished(1, size)) + len(RECORD), len(pickled(numbers))
     print(f"a trajectory of {TOKENS:,} tokens: {held:,} B compressed, {size:,} B before, {sent:,} B with its event and")
     print(f"journal record; {theirs_sent:,} B pickled")
@@ -328,7 +329,7 @@ class Quiet:
     """A shell without effects."""
 
     def __init__(self) -> None:
-        self.core = Listener()
+        self.core: Any = Listener()
 
     async def start(self, context: Any) -> None:
         pass
