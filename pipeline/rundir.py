@@ -108,7 +108,7 @@ class RunDir:
         """The run was refused before it began: the directory may be used again, if only the driver wrote into it."""
         written = set(os.listdir(self.path)) - {"lock", "config.yaml", "run.json", *FOLDERS}
         if not written and not any(
-            set(os.listdir(self.path / folder)) - {"lock", "driver.jsonl"} for folder in FOLDERS
+            set(os.listdir(self.path / folder)) - {"lock", "driver.jsonl", "forks.log"} for folder in FOLDERS
         ):
             (self.path / "run.json").unlink()
 
