@@ -68,9 +68,7 @@ class Spans:
             ),
             ev.TransferFinished: self._sent,
             ev.EngineDrained: lambda actor, body, at: self._did(actor, f"drain epoch {body.epoch}", at, body.seconds),
-            ev.EngineLoaded: lambda actor, body, at: self._did(
-                actor, f"load epoch {body.epoch}", at, body.seconds, digest=body.digest
-            ),
+            ev.EngineLoaded: self._loaded,
             ev.EngineReady: lambda actor, body, at: self._did(actor, "start server", at, body.seconds, boot=body.boot),
             ev.GateClosed: lambda actor, body, at: self._did(
                 actor, f"close gate, epoch {body.epoch}", at, body.seconds, held=body.held
@@ -116,6 +114,17 @@ class Spans:
     def _sent(self, actor: str, body: ev.TransferFinished, at: float) -> None:
         self._did(actor, f"send epoch {body.epoch}", at, body.seconds, bytes=body.bytes)
         self._phase("verify", at)
+
+    def _loaded(self, actor: str, body: ev.EngineLoaded, at: float) -> None:
+        """The load, and within it its phases, one behind the other; what no phase is of comes last."""
+        said = {"receiver": body.receiver, "fallback": body.fallback}
+        args = {"digest": body.digest} | {name: value for name, value in said.items() if value}
+        self._did(actor, f"load epoch {body.epoch}", at, body.seconds, **args)
+        start = max(0.0, at - body.seconds * 1e6)
+        for phase in body.phases:
+            end = min(at, start + phase.seconds * 1e6)
+            self.add(Span(actor, DOES, phase.name, start, end, {"epoch": body.epoch}))
+            start = end
 
     def _wait(self, actor: str, body: ev.WaitStarted, at: float) -> None:
         self._waits[body.actor, body.on] = (at, body)

@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -118,3 +119,24 @@ def test_the_command_writes_json(run: RunDir, tmp_path: Path):
     assert len(json.loads(out.read_bytes())["traceEvents"]) > 1000
     refused = CliRunner().invoke(cli.main, ["trace", str(run.path), "-o", str(tmp_path / "no" / "trace.json")])
     assert (refused.exit_code, "can't be written" in refused.output) == (2, True)
+
+
+def test_a_load_has_its_phases_within_it_and_one_of_an_old_log_has_none():
+    story = Story()
+    story.add(events.RunStarted(config_digest="c"))
+    old = events.EngineLoaded(epoch=1, engine="engine-0", boot=1, digest="d", seconds=0.5)
+    phases = (events.Phase("join", 0.1), events.Phase("broadcast", 0.3), events.Phase("digest", 9.0))
+    story.add(old, actor="engine-0")
+    story.add(msgspec.structs.replace(old, epoch=2, phases=phases, receiver="direct"), actor="engine-0")
+    spans = trace.Spans()
+    for envelope in story.log:
+        spans.apply(envelope)
+    found = [(span.name, round(span.start), round(span.end)) for span in spans.spans]
+    assert found == [
+        ("load epoch 1", 500_000, 1_000_000),
+        ("load epoch 2", 1_500_000, 2_000_000),
+        ("join", 1_500_000, 1_600_000),
+        ("broadcast", 1_600_000, 1_900_000),
+        ("digest", 1_900_000, 2_000_000),
+    ]
+    assert spans.spans[1].args == {"digest": "d", "receiver": "direct"}
