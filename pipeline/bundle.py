@@ -63,10 +63,11 @@ def make(run: RunDir, out: Path, *, payloads: bool = False, stacks: bool = True)
         folder = Path(scratch) / "run"
         folder.mkdir()
         facts = _facts(run, scrub)
-        _texts(run, folder, scrub)
-        _why(run, folder, scrub)
-        _events(run, folder, scrub, payloads=payloads)
-        _journals(run, folder, scrub, payloads=payloads)
+        with _whole(run):
+            _texts(run, folder, scrub)
+            _why(run, folder, scrub)
+            _events(run, folder, scrub, payloads=payloads)
+            _journals(run, folder, scrub, payloads=payloads)
         if payloads and (run / "payloads").is_dir():
             shutil.copytree(run / "payloads", folder / "payloads", ignore=shutil.ignore_patterns("lock"))
         facts["stacks"] = _stacks(run, folder) if stacks else "not asked for"
@@ -134,6 +135,17 @@ def test_{name}_is_explained(tmp_path: Path) -> None:
 
 
 # --- what goes in ----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _whole(run: RunDir) -> Iterator[None]:
+    """Around what reads the run: a file that it lacks is no fault of the place that is written to."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        if Path(error.filename).absolute().is_relative_to(run.path.absolute()):
+            raise PipelineError(f"{error.filename} is missing: only a run that began is bundled", Exit.USAGE) from error
+        raise
 
 
 def _facts(run: RunDir, scrub: Scrubber) -> dict[str, Any]:

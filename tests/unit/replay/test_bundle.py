@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -20,7 +21,7 @@ from actors.recorder.archive import Writer
 from contracts import events
 from contracts.envelope import decode, encode
 from pipeline import bundle, cli
-from pipeline.errors import PipelineError
+from pipeline.errors import Exit, PipelineError
 from pipeline.replay.check import check
 from pipeline.replay.recorded import Recorded
 from pipeline.rundir import RunDir, config_of
@@ -154,6 +155,18 @@ def test_a_test_is_written_that_passes_now_and_fails_when_a_core_changes(stalled
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1, done.stdout
     assert "test_long_tail_replays_as_recorded" in done.stdout
+
+
+def test_what_a_run_lacks_is_named_and_not_the_place_of_the_bundle(
+    stalled: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shutil.copytree(stalled.path, tmp_path / "part", ignore=shutil.ignore_patterns("config.yaml"))
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli.main, ["bundle", "part", "--no-stacks"])
+    assert result.exit_code == Exit.USAGE, result.output
+    assert "config.yaml is missing" in result.output
+    assert "can't be written" not in result.output
+    assert not (tmp_path / "part.tar.gz").exists()
 
 
 def test_nothing_is_overwritten(stalled: RunDir, tmp_path: Path):
