@@ -2,12 +2,14 @@
 
 It is run by path, in an interpreter that need not have Sluice. SGLang starts its workers by `spawn`, which executes
 this file again in each of them, so what is done at the top is done everywhere: gaps of an environment without a GPU are
-filled, and with SLUICE_RECEIVER=direct the process can take weights by Sluice's own receiver.
+filled, and with SLUICE_RECEIVER=direct the process can take weights by Sluice's own receiver. Where there is no GPU,
+whose contexts don't survive it, workers are forked instead: what each would import anew is most of a start.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import sys
 from pathlib import Path
@@ -24,6 +26,9 @@ if torch.version.cuda is None:
 if not torch.cuda.is_available():
     # /weights_checker synchronises the device whatever it is
     torch.cuda.synchronize = lambda *_, **__: None
+    if __name__ == "__main__":
+        multiprocessing.set_start_method("fork")
+        multiprocessing.set_start_method = lambda *_, **__: None  # SGLang asks for spawn
 
 if os.environ.get("SLUICE_RECEIVER") == "direct" and "sluice_inside" not in sys.modules:
     _here = Path(__file__).resolve().parent
