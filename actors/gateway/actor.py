@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -19,6 +18,7 @@ from actors.gateway.client import (
 )
 from actors.gateway.core import GatewayCore
 from actors.gateway.http import Server
+from actors.gateway.overdue import Overdue
 from actors.gateway.serving import Live, Serving
 from actors.gateway.state import (
     AbortAll,
@@ -53,6 +53,10 @@ DATA_STATUS = frozenset((400, 413, 422))
 """Answers of an engine that blame the request."""
 
 
+class Overran(DeadlineProblem):
+    """The core did not act on a deadline."""
+
+
 class Entry:
     """A request in hand: its job, its samples so far, and the caller's answer."""
 
@@ -63,6 +67,10 @@ class Entry:
         if live is not None:
             live.drafts = self.drafts
         self.answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+
+    def overdue(self) -> None:
+        if not self.answer.done():
+            self.answer.set_exception(Overran("the deadline passed, and the gateway's own actor could not act on it"))
 
 
 class Flight:
@@ -103,7 +111,9 @@ class GatewayShell:
         self._numbers = itertools.count(1)
         self._entries: dict[int, Entry] = {}
         self._flights: dict[int, Flight] = {}
-        self._announced = asyncio.Event()
+        self._overdue = Overdue()
+        self._early: list[Arrived | Left] | None = []
+        """What callers did before `Announce`, None since."""
         self._server: Server | None = None
         self._engines: aiohttp.ClientSession | None = None
 
@@ -132,7 +142,9 @@ class GatewayShell:
             case Refuse():
                 return self._refuse(command)
             case Announce():
-                self._announced.set()
+                self._early, early = None, self._early or ()
+                for input in early:
+                    self._context.deliver(input)
                 return Listening(self._url)
             case AbortAll():
                 aborts = [self._post_abort(url, prefix) for url in command.urls for prefix in command.prefixes]
@@ -166,20 +178,23 @@ class GatewayShell:
         """Hand a job to the core and wait for its end. A caller that leaves cancels this."""
         number = next(self._numbers)
         entry = self._entries[number] = Entry(job, live)
+        limit_s = job.deadline_at + BACKSTOP_S - self._context.clock.now()
+        self._when_announced(Arrived(number, job.n, job.session, job.deadline_at))
         try:
-            async with asyncio.timeout(job.deadline_at + BACKSTOP_S - self._context.clock.now()):
-                await self._announced.wait()
-                self._context.deliver(Arrived(number, job.n, job.session, job.deadline_at))
+            with self._overdue.after(limit_s, entry.overdue):
                 held_s = await entry.answer
-        except TimeoutError as error:
-            self._context.deliver(Left(number))
-            raise DeadlineProblem("the deadline passed, and the gateway's own actor could not act on it") from error
-        except asyncio.CancelledError:
-            self._context.deliver(Left(number))
+        except (Overran, asyncio.CancelledError):
+            self._when_announced(Left(number))
             raise
         finally:
             del self._entries[number]
         return Generated(job.prompt_ids, [self._sample(draft) for draft in entry.drafts], held_s)
+
+    def _when_announced(self, input: Arrived | Left) -> None:
+        if self._early is None:
+            self._context.deliver(input)
+        else:
+            self._early.append(input)
 
     def _sample(self, draft: Draft) -> Sample:
         return Sample(draft.ids, draft.logprobs, draft.spans, draft.finish, self._tokens.text(draft.ids))
@@ -227,6 +242,7 @@ class GatewayShell:
             flight.over.set_result(None)
 
     async def _post(self, flight: Flight, entry: Entry) -> Answered | CallFailed:
+        assert self._engines is not None
         call = flight.call
         headers = {
             "content-type": "application/json",
@@ -235,7 +251,7 @@ class GatewayShell:
         }
         asked = body(entry.job, entry.drafts, call, stream=entry.live is not None)
         try:
-            async with self._request(f"{call.url}/generate", asked, headers) as response:
+            async with self._engines.post(f"{call.url}/generate", data=asked, headers=headers) as response:
                 boot = response.headers.get("x-sluice-boot")
                 stranger = response.status == 200 and boot != str(call.boot)
                 if entry.live is not None and response.content_type == STREAM and not stranger:
@@ -282,19 +298,14 @@ class GatewayShell:
 
     async def _post_abort(self, url: str, prefix: str) -> None:
         """Ask once; what becomes of the call tells whether it helped."""
-        data = msgspec.json.encode({"rid": prefix})
+        assert self._engines is not None
+        data, headers = msgspec.json.encode({"rid": prefix}), {"content-type": "application/json"}
         with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
             async with (
                 asyncio.timeout(ABORT_TIMEOUT_S),
-                self._request(f"{url}/abort_request", data, {"content-type": "application/json"}) as response,
+                self._engines.post(f"{url}/abort_request", data=data, headers=headers) as response,
             ):
                 await _read(response, 65_536)
-
-    @contextlib.asynccontextmanager
-    async def _request(self, url: str, data: bytes, headers: dict[str, str]) -> AsyncIterator[aiohttp.ClientResponse]:
-        assert self._engines is not None
-        async with self._engines.post(url, data=data, headers=headers) as response:
-            yield response
 
 
 async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:

@@ -41,6 +41,8 @@ from actors.gateway.state import (
     gate,
     gone,
     holding,
+    home_of,
+    housed,
     load_of,
     loaded,
     reachable,
@@ -70,9 +72,6 @@ GRACE_MAX_S = 5.0
 """Longest a call may take to end after the abort of its request; less where a drain is shorter."""
 BACKOFF_S, BACKOFF_MAX_S = 0.25, 5.0
 """How long an engine is left alone after its first failure in a row, and at most."""
-SESSIONS = 2048
-"""Sessions whose engine is remembered; the oldest is forgotten first."""
-
 Outcome = tuple[State, list[Any]]
 _replace = msgspec.structs.replace
 
@@ -170,7 +169,7 @@ class GatewayCore:
             waiting=(),
             expire_at=None,
             loads={},
-            sessions={},
+            homes=(),
             avoided={},
             stopping=False,
         )
@@ -201,7 +200,7 @@ class GatewayCore:
             epoch=max(state.epoch, event.epoch),
             drain=state.drain if event.epoch < state.epoch else None,
             avoided={},
-            sessions={},
+            homes=(),
             ghosts=state.ghosts if hold else (),
         )
         return state, commands
@@ -275,13 +274,13 @@ class GatewayCore:
     def _dispatch(self, state: State, now: float) -> Outcome:
         if gate(state) != "open" or not state.waiting or not (load := load_of(state, now)):
             return state, []
-        requests, calls, sessions = dict(state.requests), dict(state.calls), dict(state.sessions)
-        loads = state.loads
+        requests, calls = dict(state.requests), dict(state.calls)
+        homes, loads = state.homes, state.loads
         commands: list[Any] = []
         last = state.last_call
         for number in state.waiting:
             request = requests[number]
-            engine = sessions.get(request.session, "")
+            engine = home_of(homes, request.session)
             if engine not in load:
                 engine = min(load, key=lambda name: (load[name], zlib.crc32(f"{request.session}/{name}".encode())))
             last += 1
@@ -292,9 +291,9 @@ class GatewayCore:
             )
             load[engine] += len(request.pending)
             loads = loaded(loads, engine, len(request.pending))
-            _remember(sessions, request.session, engine)
+            homes = housed(homes, request.session, engine)
         return _replace(
-            state, requests=requests, calls=calls, waiting=(), loads=loads, sessions=sessions, last_call=last
+            state, requests=requests, calls=calls, waiting=(), loads=loads, homes=homes, last_call=last
         ), commands
 
     def _call(self, state: State, call: int, number: int, engine: str) -> Call:
@@ -350,12 +349,6 @@ class GatewayCore:
 
 
 # --- parts of a step -------------------------------------------------------------------------------------------------
-
-
-def _remember(sessions: dict[str, str], session: str, engine: str) -> None:
-    sessions[session] = engine
-    if len(sessions) > SESSIONS:
-        del sessions[next(iter(sessions))]
 
 
 def _abort(state: State, numbers: Iterable[int], deadline_at: float, drained: bool = False) -> Outcome:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import math
 from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -25,6 +26,7 @@ from actors.gateway.openai import (
     read_responses,
     responses_answer,
 )
+from actors.gateway.overdue import Overdue
 from actors.gateway.serving import Live, Serving
 from actors.gateway.streams import ChatStream, ResponsesStream
 from actors.gateway.tokens import Tokens
@@ -81,6 +83,7 @@ class Server:
         self._status = status
         self._episodes = Episodes(serving.config.max_episodes, serving.clock.now)
         self._chat = Chat(serving, self._episodes)
+        self._overdue = Overdue()
         app = web.Application(client_max_size=serving.config.max_body_mib * 2**20)
         # The first that fits is taken, so what is asked most comes first.
         for base in ("/v1", "/episodes/{episode}/v1"):
@@ -155,7 +158,13 @@ class Server:
             response = web.Response(body=await work, content_type=_JSON)
         except REFUSED as error:
             response = self._refusal(error)
-        return await _send(request, response)
+        return await self._send(request, response)
+
+    async def _send(self, request: web.Request, response: web.Response) -> web.Response:
+        with self._overdue.after(UNREAD_S, partial(_cut_off, request)):
+            await response.prepare(request)
+            await response.write_eof()
+        return response
 
     def _refusal(self, error: Exception) -> web.Response:
         if isinstance(error, Problem):
@@ -226,9 +235,9 @@ class Server:
                 answer = finished(await self._chat.answer(ask, arrived_at), form)
                 response = web.Response(body=msgspec.json.encode(answer), content_type=_JSON)
         except REFUSED as error:
-            return await _send(request, self._refusal(error))
+            return await self._send(request, self._refusal(error))
         if response is not None:
-            return await _send(request, response)
+            return await self._send(request, response)
         return await self._stream(request, ask, arrived_at, streamed(form, self._tokens, offered(ask.tools)))
 
     async def _stream(
@@ -257,7 +266,7 @@ class Server:
                         await response.write(pieces)
             error = answer.exception()
             if isinstance(error, Problem) and not response.prepared:
-                return await _send(request, self._refusal(error))
+                return await self._send(request, self._refusal(error))
             async with _reading(request):
                 await response.prepare(request)
                 await response.write(_rest(answer, stream, live))
@@ -305,18 +314,14 @@ async def _reading(request: web.Request, limit_s: float = math.inf) -> AsyncIter
         async with asyncio.timeout(min(UNREAD_S, limit_s)):
             yield
     except TimeoutError as error:
-        if request.transport is not None:
-            request.transport.abort()
-        structlog.get_logger().warning("caller cut off", path=request.path, reason="it does not read its answer")
+        _cut_off(request)
         raise CutOff from error
 
 
-async def _send(request: web.Request, response: web.Response) -> web.Response:
-    with contextlib.suppress(CutOff):
-        async with _reading(request):
-            await response.prepare(request)
-            await response.write_eof()
-    return response
+def _cut_off(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
+    structlog.get_logger().warning("caller cut off", path=request.path, reason="it does not read its answer")
 
 
 def _rest(answer: asyncio.Future[Served], stream: ChatStream | ResponsesStream, live: Live) -> bytes:

@@ -11,6 +11,9 @@ from contracts.events import Member
 
 replace = msgspec.structs.replace
 
+PIECE, PIECES = 128, 16
+"""Sessions in a piece of those whose engine is remembered, and pieces; the oldest piece is forgotten first."""
+
 Finish = Literal["stop", "length", "abort"]
 FailKind = Literal["infra", "data", "timeout"]
 
@@ -170,7 +173,8 @@ class State(msgspec.Struct, frozen=True):
     `current`: this boot has read the log up to its own start, so that no older refit can be news to it. `ghosts`:
     earlier boots whose calls may still run on an engine. What follows from `requests` and `calls` is kept beside them,
     so that a step costs the same however many there are: `waiting`, the requests with samples to send in order of
-    arrival; `expire_at`, no later than any deadline; `loads`, samples in flight by engine.
+    arrival; `expire_at`, no later than any deadline; `loads`, samples in flight by engine. `homes`: the engine of each
+    of the last sessions, newest first, in pieces so that one more does not copy them all.
     """
 
     boot: int = 0
@@ -188,7 +192,7 @@ class State(msgspec.Struct, frozen=True):
     expire_at: float | None = None
     loads: dict[str, int] = {}
     last_call: int = 0
-    sessions: dict[str, str] = {}
+    homes: tuple[dict[str, str], ...] = ()
     ghosts: tuple[int, ...] = ()
     waits: dict[str, float] = {}
     stopping: bool = False
@@ -235,6 +239,23 @@ def loaded(loads: dict[str, int], engine: str, samples: int) -> dict[str, int]:
     if not changed[engine]:
         del changed[engine]
     return changed
+
+
+def home_of(homes: tuple[dict[str, str], ...], session: str) -> str:
+    """The engine of a session, empty if it is not remembered."""
+    for piece in homes:
+        if session in piece:
+            return piece[session]
+    return ""
+
+
+def housed(homes: tuple[dict[str, str], ...], session: str, engine: str) -> tuple[dict[str, str], ...]:
+    """`homes` with the engine of one more session."""
+    if home_of(homes, session) == engine:
+        return homes
+    if not homes or len(homes[0]) >= PIECE:
+        return ({session: engine}, *homes[: PIECES - 1])
+    return ({**homes[0], session: engine}, *homes[1:])
 
 
 def cause_of(state: State) -> str:

@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from actors.gateway.client import DataProblem
 from actors.gateway.parsing import THINK
 from actors.gateway.sessions import text_of
+from actors.startup import uncollected
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]] | None
@@ -151,9 +152,11 @@ class Tokens:
     def _load_chat(self) -> Any:
         with self._loading:
             if self._chat is None:
-                from transformers import PreTrainedTokenizerFast
+                with uncollected():
+                    from transformers import PreTrainedTokenizerFast
 
-                self._chat = PreTrainedTokenizerFast.from_pretrained(str(self._directory), local_files_only=True)
+                    directory = str(self._directory)
+                    self._chat = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
             return self._chat
 
 

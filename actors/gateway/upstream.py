@@ -68,13 +68,21 @@ class Made(msgspec.Struct, frozen=True):
     pieces: list[tuple[int, int]]
 
 
-class _FinishReason(msgspec.Struct):
+class _FinishReason(msgspec.Struct, gc=False):
     type: str
+
+
+class _Scored(msgspec.Struct, array_like=True, gc=False):
+    """Not a tuple: one for every token, they would set off the garbage collector with each answer."""
+
+    logprob: float | None
+    token: int
+    text: Any
 
 
 class _Meta(msgspec.Struct):
     finish_reason: _FinishReason | None = None
-    output_token_logprobs: list[tuple[float | None, int, Any]] | None = None
+    output_token_logprobs: list[_Scored] | None = None
     weight_version_spans: list[tuple[int, int, str]] | None = None
 
 
@@ -234,7 +242,7 @@ def _check(
         raise AnswerError(f"{where}: ends with {len(ids)} tokens, after {known}")
     pieces = _pieces(answer.meta_info.weight_version_spans, len(ids), version, where) if outlives else None
     ids, entries = ids[known or 0 :], entries[known or 0 :]
-    scored, logprobs = [entry[1] for entry in entries], [entry[0] for entry in entries]
+    scored, logprobs = [entry.token for entry in entries], [entry.logprob for entry in entries]
     if ids and not (ids == scored and min(ids) >= 0 and max(ids) < vocabulary and _proper(logprobs)):
         _blame(where, ids, entries, vocabulary, known or 0)
     fresh = [(len(ids), version)] * bool(ids) if pieces is None else _behind(pieces, known or 0)
@@ -269,17 +277,17 @@ def _behind(pieces: list[tuple[int, int]], known: int) -> list[tuple[int, int]]:
 
 def _proper(logprobs: list[float | None]) -> bool:
     """Whether all are finite and <= 0. One that isn't makes the sum of all no number, infinite or unknown."""
-    if None in logprobs:
-        return False
     found = cast(list[float], logprobs)
-    return math.isfinite(sum(found)) and max(found) <= 0.0
+    try:
+        return math.isfinite(sum(found)) and max(found) <= 0.0
+    except TypeError:
+        return False
 
 
-def _blame(
-    where: str, ids: list[int], entries: list[tuple[float | None, int, Any]], vocabulary: int, start: int
-) -> None:
+def _blame(where: str, ids: list[int], entries: list[_Scored], vocabulary: int, start: int) -> None:
     """Raises `AnswerError` naming the first token that is wrong; the first one is number `start`."""
-    for at, (token, (logprob, scored, _)) in enumerate(zip(ids, entries, strict=True), start):
+    for at, (token, entry) in enumerate(zip(ids, entries, strict=True), start):
+        logprob, scored = entry.logprob, entry.token
         if not 0 <= token < vocabulary:
             raise AnswerError(f"{where}: token {token} at {at} is not in the vocabulary of {vocabulary}")
         if token != scored:

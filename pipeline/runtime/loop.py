@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import os
 import socket
+import threading
 from collections import deque
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
@@ -51,7 +52,7 @@ class Runtime:
         self.clock = clock
         self.log = log
         self.machine: Machine
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._inputs: deque[Any] = deque()
         self._arrived = asyncio.Event()
         self._wants = asyncio.Event()
@@ -173,7 +174,10 @@ class Runtime:
 
     def push_threadsafe(self, input: Any) -> None:
         """Queue one input from any thread."""
-        self._loop.call_soon_threadsafe(self.push, [input])
+        if threading.get_ident() == self._thread:
+            self.push([input])
+        else:
+            self._loop.call_soon_threadsafe(self.push, [input])
 
     async def _follow(self) -> None:
         """Feed broadcast events."""

@@ -36,6 +36,7 @@ import structlog
 from aiohttp import web
 
 from actors.gateway.actor import build
+from actors.startup import uncollected
 from config.schema import BrokerConfig, EngineConfig, GatewayConfig, ModelConfig, RunConfig
 from contracts.envelope import STREAM_OF, Envelope, decode, encode
 from contracts.events import EngineReady, GatewayReady, Member, RefitCommitted
@@ -100,7 +101,9 @@ async def _serve_gateway(pipe: Connection, engine: str, directory: Path, store: 
     )
     bus = await Bus.connect(store, "bench", actor="gateway-0")
     log = structlog.get_logger()
-    runtime = Runtime(build(config, "gateway-0"), bus, "bench", "gateway-0", config, str(directory), WallClock(), log)
+    with uncollected():
+        shell = build(config, "gateway-0")
+    runtime = Runtime(shell, bus, "bench", "gateway-0", config, str(directory), WallClock(), log)
     running = asyncio.create_task(runtime.run())
     committed = RefitCommitted(
         epoch=1, version=1, step=1, engines=(Member("engine-0", 1),), world_size=2, pause_s=0, drain_s=0,

@@ -7,8 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.gateway.core import BACKOFF_MAX_S, BACKOFF_S, SESSIONS, GatewayCore
+from actors.gateway.core import BACKOFF_MAX_S, BACKOFF_S, GatewayCore
 from actors.gateway.state import (
+    PIECE,
+    PIECES,
     AbortAll,
     AbortCall,
     Announce,
@@ -24,6 +26,7 @@ from actors.gateway.state import (
     State,
     boot_prefix,
     gate,
+    home_of,
     rid,
     rid_prefix,
 )
@@ -263,12 +266,20 @@ def test_a_session_keeps_its_engine_while_that_serves(serving: Driver):
 
 
 def test_remembered_sessions_are_bounded(serving: Driver):
-    many = {f"old{k}": "engine-0" for k in range(SESSIONS)}
-    serving.state = msgspec.structs.replace(serving.state, sessions=many)
+    full = tuple({f"{piece}/{k}": "engine-0" for k in range(PIECE)} for piece in range(PIECES))
+    serving.state = msgspec.structs.replace(serving.state, homes=full)
     serving.arrive(1, session="new")
-    assert len(serving.state.sessions) == SESSIONS
-    assert "old0" not in serving.state.sessions
-    assert "new" in serving.state.sessions
+    assert sum(map(len, serving.state.homes)) <= PIECE * PIECES
+    assert home_of(serving.state.homes, "new")
+    assert home_of(serving.state.homes, "0/0") == "engine-0"
+    assert not home_of(serving.state.homes, f"{PIECES - 1}/0"), "the oldest are forgotten"
+
+
+def test_sessions_are_found_wherever_they_are_remembered(serving: Driver):
+    engines = {f"s{k}": only(serving.arrive(k + 1, session=f"s{k}"), Call).engine for k in range(2 * PIECE + 1)}
+    assert {session: home_of(serving.state.homes, session) for session in engines} == engines
+    again = {s: only(serving.arrive(1000 + k, session=s), Call).engine for k, s in enumerate(engines)}
+    assert again == engines
 
 
 def test_only_members_of_the_commit_with_a_known_address_are_called(fresh: Driver):

@@ -76,10 +76,11 @@ ALLOWED = (
     Allowed(r"actors/environments/nemo_gym/servers.py:Servers._end", r"process.wait\(\)", KILLED),
     Allowed(r"actors/gateway/actor.py:GatewayShell.perform", r"asyncio.gather\(\*aborts\)", "ABORT_TIMEOUT_S each"),
     Allowed(
-        r"actors/gateway/actor.py:(GatewayShell.(_follow|_request)|_read)",
+        r"actors/gateway/actor.py:(GatewayShell.(_follow|_post)|_read)",
         r".*",
         "a call ends when the core says AbortCall, whose deadline cuts it off; request deadlines are the core's wake",
     ),
+    Allowed(r"actors/gateway/actor.py:GatewayShell._submit", r"entry.answer", "within overdue.after(limit_s)"),
     Allowed(r"actors/gateway/http.py:Server._answered", r"work", "request_deadline_s at most, and BACKSTOP_S more"),
     Allowed(r"actors/gateway/http.py:_rest", r"answer.result\(\)", "it is done"),
     Allowed(r"actors/refit/transports/collective.py:CollectiveSender.send", r"attempt.result\(\)", "it has ended"),
