@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import MutableMapping
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -15,6 +16,9 @@ import structlog
 CONSOLE = "SLUICE_CONSOLE"
 """Environment variable: `none` keeps a process from logging to stderr, `auto` (default) is readable on a terminal and
 JSON lines elsewhere."""
+
+LOG_BYTES = 32 << 20
+"""Most bytes of a log file, before it becomes the older one of two."""
 
 _CREDENTIALS = re.compile(r"(\w+://[^/\s:@]*):[^\s/]*@")
 _QUERY = re.compile(r"([?&](?:password|token)=)[^&\s]+", re.IGNORECASE)
@@ -28,8 +32,8 @@ def redact(text: str) -> str:
 def configure(run_dir: Path | None, actor: str, *, console: bool | None = None, stream: TextIO | None = None) -> None:
     """Send structlog and the standard library's loggers to `logs/<actor>.jsonl` of the run and to the console.
 
-    `console` defaults to what `SLUICE_CONSOLE` says, `stream` to stderr. May be called again: earlier handlers are
-    replaced.
+    A file has at most `LOG_BYTES`; those before are in `<actor>.jsonl.1`. `console` defaults to what `SLUICE_CONSOLE`
+    says, `stream` to stderr. May be called again: earlier handlers are replaced.
     """
     if console is None:
         console = os.environ.get(CONSOLE, "auto") != "none"
@@ -38,7 +42,8 @@ def configure(run_dir: Path | None, actor: str, *, console: bool | None = None, 
     if run_dir is not None:
         path = Path(run_dir) / "logs" / f"{actor}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        handlers.append(_handler(logging.FileHandler(path, delay=True), json=True))
+        file = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=1, delay=True)
+        handlers.append(_handler(file, json=True))
     if console:
         handlers.append(_handler(logging.StreamHandler(output), json=not output.isatty()))
     root = logging.getLogger()

@@ -12,7 +12,7 @@ import yaml
 
 from actors.environments import kit
 from actors.environments.isolated import loaded
-from actors.environments.loading import ProducerError, load
+from actors.environments.loading import ProducerError, SettingError, load
 from config.schema import ProducerConfig
 from contracts.producer import CONTRACT_VERSION, GROUP
 from pipeline.errors import Exit, PipelineError
@@ -61,7 +61,8 @@ def check(name: str, settings: Sequence[str], python: str | None) -> Iterator[tu
         try:
             return asyncio.run(loaded(config, load))
         except ProducerError as error:
-            raise PipelineError(str(error), Exit.MISSING) from error
+            code = Exit.USAGE if isinstance(error, SettingError) else Exit.MISSING
+            raise PipelineError(str(error), code) from error
 
     producer = fresh()
     for each in kit.CHECKS:

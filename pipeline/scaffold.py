@@ -28,8 +28,11 @@ test = ["pytest>=8", "sluice-rl"]
 [project.entry-points."sluice.producers"]
 @NAME@ = "@NAME@:@CLASS@"
 
-[tool.setuptools]
-packages = ["@NAME@"]
+[tool.setuptools.packages.find]
+where = ["src"]
+
+[tool.pytest.ini_options]
+testpaths = ["tests"]
 """
 
 SINGLE = '''\
@@ -166,7 +169,8 @@ def producer(name: str, directory: Path, *, multi_turn: bool) -> list[Path]:
     contents = {
         "pyproject.toml": PYPROJECT,
         "README.md": README,
-        f"{name}/__init__.py": MULTI if multi_turn else SINGLE,
+        # A folder of the package's own name would hide it from whoever stands above.
+        f"src/{name}/__init__.py": MULTI if multi_turn else SINGLE,
         "tests/conftest.py": 'pytest_plugins = ["pipeline.testing"]\n',
         "tests/test_contract.py": TESTS,
     }

@@ -15,6 +15,10 @@ class ProducerError(ValueError):
     """No usable producer has this name or takes these arguments: says which, and what would work."""
 
 
+class SettingError(ProducerError):
+    """The producer is there, and what it was given in `producer.args` is wrong."""
+
+
 def load(name: str, args: Mapping[str, Any]) -> Producer:
     """Construct the producer registered as `name` in entry-point group `sluice.producers`.
 
@@ -30,9 +34,8 @@ def load(name: str, args: Mapping[str, Any]) -> Producer:
     try:
         producer = factory(**args)
     except Exception as error:  # whatever a plug-in raises, its settings are what it was given
-        raise ProducerError(
-            f"producer {name!r} refuses producer.args={dict(args)!r}: {type(error).__name__}: {error}"
-        ) from error
+        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise SettingError(f"producer {name!r} refuses producer.args={dict(args)!r}: {what}") from error
     _check(name, producer)
     return producer
 
@@ -49,10 +52,10 @@ def _fit(name: str, factory: Any, args: Mapping[str, Any]) -> None:
         for unknown in sorted(args.keys() - named.keys()):
             near = get_close_matches(unknown, named, 1)
             hint = f", did you mean {near[0]!r}?" if near else "."
-            raise ProducerError(f"producer {name!r} has no setting {unknown!r}{hint} It takes: {takes}")
+            raise SettingError(f"producer {name!r} has no setting {unknown!r}{hint} It takes: {takes}")
     missing = [p.name for p in named.values() if p.default is Parameter.empty and p.name not in args]
     if missing:
-        raise ProducerError(f"producer {name!r} needs producer.args.{missing[0]}. It takes: {takes}")
+        raise SettingError(f"producer {name!r} needs producer.args.{missing[0]}. It takes: {takes}")
 
 
 def is_multi_turn(producer: Producer) -> TypeGuard[MultiTurn]:

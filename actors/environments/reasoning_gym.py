@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+import re
 import sys
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -118,7 +119,9 @@ class ReasoningGym:
         try:
             return self._make(seed=seed, size=self._size, **self._args)
         except (TypeError, ValueError, AssertionError) as error:
-            raise ValueError(f"dataset {self._dataset!r} refuses its settings {self._args!r}: {error}") from error
+            unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+            what = f"it has no setting {unknown[1]!r}" if unknown else str(error)
+            raise ValueError(f"dataset {self._dataset!r} refuses its settings {self._args!r}: {what}") from error
 
 
 def extract(completion: str) -> str:

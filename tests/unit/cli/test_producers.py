@@ -35,7 +35,8 @@ def test_a_new_package_keeps_its_contract_as_it_is(tmp_path: Path, kind: tuple[s
     package = tmp_path / "my_game"
     project = tomllib.loads((package / "pyproject.toml").read_text())
     assert project["project"]["entry-points"]["sluice.producers"] == {"my_game": f"my_game:{class_name}"}
-    path = os.pathsep.join([str(package), str(ROOT)])
+    # As one installs it, and stands above it: the folder of the package's name must not hide the package.
+    path = os.pathsep.join([str(tmp_path), str(ROOT), str(package / "src")])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:pytest_asyncio", "."]
     answer = subprocess.run(
         command, cwd=package, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False
@@ -46,14 +47,18 @@ def test_a_new_package_keeps_its_contract_as_it_is(tmp_path: Path, kind: tuple[s
 
 def test_an_installed_producer_is_listed_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert run("new", "producer", "listed_game", "--dir", str(tmp_path))[0] == 0
-    register(tmp_path / "listed_game", "listed_game", "listed_game:ListedGame")
-    monkeypatch.syspath_prepend(str(tmp_path / "listed_game"))
+    register(tmp_path / "listed_game" / "src", "listed_game", "listed_game:ListedGame")
+    monkeypatch.syspath_prepend(str(tmp_path / "listed_game" / "src"))
     _, output = run("producers")
     assert "listed_game  listed_game:ListedGame  (listed_game 1)  ok" in output
     code, output = run("producers", "listed_game", "limit=5")
     assert (code, output.count("ok  ")) == (0, 6)
+    code, output = run("producers", "reasoning_gym", "x=1")
+    assert code == Exit.USAGE
+    assert "no setting 'x'" in output
+    assert "__init__" not in output
     code, output = run("producers", "listed_game", "limit=1")
-    assert code == Exit.MISSING
+    assert code == Exit.USAGE
     assert "limit=1: at least 2 is due" in output
 
 
@@ -110,9 +115,9 @@ def test_a_value_that_is_no_yaml_is_refused():
 
 def test_a_setting_that_a_producer_lacks_or_needs_is_named():
     code, output = run("producers", "nemo_gym", "dtaa=x")
-    assert (code, "no setting 'dtaa', did you mean 'data'?" in output) == (Exit.MISSING, True)
+    assert (code, "no setting 'dtaa', did you mean 'data'?" in output) == (Exit.USAGE, True)
     code, output = run("producers", "nemo_gym")
-    assert (code, "needs producer.args.data" in output) == (Exit.MISSING, True)
+    assert (code, "needs producer.args.data" in output) == (Exit.USAGE, True)
 
 
 def test_a_setting_without_a_value_is_refused():
