@@ -107,7 +107,7 @@ async def _serve_gateway(pipe: Connection, engine: str, directory: Path, store: 
     bus = await Bus.connect(store, "bench", actor="gateway-0")
     log = structlog.get_logger()
     with uncollected():
-        shell = build(config, "gateway-0")
+        shell: Any = build(config, "gateway-0")
     runtime = Runtime(shell, bus, "bench", "gateway-0", config, str(directory), WallClock(), log)
     running = asyncio.create_task(runtime.run())
     committed = RefitCommitted(
@@ -221,7 +221,8 @@ async def rate(ask: Ask, url: str, callers: int, seconds: float) -> tuple[float,
     """Turns a second of `callers` that each ask again as soon as they have their answer, and turns in all."""
     loop = asyncio.get_running_loop()
     where = urlsplit(url)
-    lines = [(await loop.create_connection(Caller, where.hostname, where.port))[1] for _ in range(callers)]
+    host, port = where.hostname or "", where.port or 0
+    lines = [(await loop.create_connection(Caller, host, port))[1] for _ in range(callers)]
     done = 0
     await asyncio.gather(*(ask(line, number, 0) for number, line in enumerate(lines)))
     started = time.perf_counter()

@@ -67,7 +67,7 @@ def ready(engine: str, boot: int = 1) -> EngineReady:
     return EngineReady(engine=engine, boot=boot, url=f"http://{engine}-{boot}", ranks=1, seconds=0.0)
 
 
-def requested(epoch: int, drain: str = "finish", deadline_at: float = 160.0) -> RefitRequested:
+def requested(epoch: int, drain: Any = "finish", deadline_at: float = 160.0) -> RefitRequested:
     return RefitRequested(
         epoch=epoch, version=10 * epoch, step=epoch, engines=(), gateways=(), drain=drain, deadline_at=deadline_at
     )  # fmt: skip
