@@ -130,12 +130,13 @@ def _ranks(trainer: TrainerConfig) -> list[tuple[bool, str]]:
     ranks, sizes = trainer.ranks, trainer.megatron
     if trainer.backend == "torch":
         return [
-            (ranks == 1, f"trainer.ranks={ranks} is for trainer.backend=megatron: the torch backend trains on one"),
             (sizes == MegatronConfig(), "trainer.megatron is for trainer.backend=megatron, but the backend is torch"),
         ]
+    only = [name for name in ("packed", "activation_checkpointing") if getattr(trainer, name)]
     model = sizes.tensor_parallel * sizes.pipeline_parallel
     experts = sizes.expert_parallel * sizes.pipeline_parallel
     return [
+        (not only, f"trainer.{' and trainer.'.join(only)} is for trainer.backend=torch, but the backend is megatron"),
         (
             ranks % model == 0,
             f"trainer.ranks={ranks} must be a multiple of trainer.megatron.tensor_parallel={sizes.tensor_parallel} x "

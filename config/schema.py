@@ -156,7 +156,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Optimizer and step."""
 
     backend: Literal["torch", "megatron"] = "torch"
-    """`torch`: transformers on one process. `megatron`: megatron-core and megatron-bridge on `ranks` processes:
+    """`torch`: transformers, sharded over `ranks` processes by FSDP2. `megatron`: megatron-core and megatron-bridge:
     docs/howto/train-with-megatron.md."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:N`, or `auto`: the first GPU if there is one. Rank n is on GPU N + n."""
@@ -180,6 +180,11 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Passes over one batch."""
     microbatch_tokens: Positive = 16384
     """Tokens, padding included, that go through the model at once."""
+    packed: bool = False
+    """Put the sequences of a microbatch one behind the other instead of padding them to one length (`torch` only;
+    megatron always does)."""
+    activation_checkpointing: bool = False
+    """Keep only what enters each layer, and compute the rest again in the backward pass (`torch` only)."""
     threads: NonNegative = 0
     """CPU threads of torch; 0 leaves torch's choice."""
     loss: LossConfig = LossConfig()

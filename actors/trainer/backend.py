@@ -62,7 +62,7 @@ def check(trainer: TrainerConfig) -> None:
 def open_policy(work: Job) -> PolicyBackend:
     """The whole policy, ready to train. Raises `BackendError`, and what making it raises."""
     check(work.trainer)
-    if work.trainer.backend == "torch":
+    if work.trainer.backend == "torch" and work.trainer.ranks == 1:
         return part(work, World())
     from actors.trainer.ranks import RankedPolicy
 
@@ -81,5 +81,5 @@ def part(work: Job, world: World) -> PolicyBackend:
     from actors.trainer.torch_policy import TorchPolicy
 
     return TorchPolicy(
-        Path(work.model_dir), work.trainer, dtype=work.dtype, seed=work.seed, total_steps=work.total_steps
+        Path(work.model_dir), work.trainer, dtype=work.dtype, seed=work.seed, total_steps=work.total_steps, world=world
     )

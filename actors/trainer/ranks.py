@@ -246,9 +246,9 @@ class _Lead:
 
 
 def _with_weights(job: Job, directory: Path) -> Job:
-    """The job with weights on disk, so that all ranks start from the same ones, and from those of any other backend."""
+    """The job with weights on disk, so that megatron starts from those that the torch backend draws from the seed."""
     source = Path(job.model_dir)
-    if any(source.glob("*.safetensors")):
+    if job.trainer.backend == "torch" or any(source.glob("*.safetensors")):
         return job
     from actors.trainer.torch_policy import initial_model
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,10 +19,12 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from actors.trainer import checkpoint, hf_files, losses, objective
-from actors.trainer.metrics import StepMetrics, all_reduce
+from actors.trainer import checkpoint, hf_files, losses, objective, packed, rows, spread
+from actors.trainer.backend import World
+from actors.trainer.metrics import StepMetrics
 from actors.trainer.packing import Microbatch, Sample, pack, split
 from actors.trainer.schedule import schedule
 from config.schema import TrainerConfig
@@ -32,8 +36,9 @@ class TorchPolicy:
     """Weights, optimizer and training step of one policy; a `contracts.policy.PolicyBackend`. Not thread-safe.
 
     `model_dir` holds config.json and, unless the model starts from random weights drawn with `seed`, safetensors.
-    `total_steps` is where the `linear` and `cosine` schedules end. With `ranks`, every member calls `train_step` with
-    its share of the batch; gradients, denominators and metrics are those of the whole.
+    `total_steps` is where the `linear` and `cosine` schedules end. In a `world` of several ranks all of them call the
+    same methods with the same samples, and each computes its share; results are those of the whole. Raises
+    `BackendError` for a model or machine that is unfit for the settings.
     """
 
     def __init__(
@@ -44,21 +49,30 @@ class TorchPolicy:
         dtype: Literal["float32", "bfloat16"] = "float32",
         seed: int = 0,
         total_steps: int = 1,
-        ranks: ProcessGroup | None = None,
+        world: World = World(),  # noqa: B008 - frozen
     ) -> None:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.step = 0
-        self.device = torch.device(_device(config.device))
+        self.device = spread.device_of(config.device, world.rank)
         self._model_dir = model_dir
         self._config = config
         self._dtype = getattr(torch, dtype)
         self._seed = seed
         self._total_steps = total_steps
-        self._ranks = ranks
+        self._world = world
         # eval(): dropout would make the ratio of an unchanged policy differ from 1.
         self.model = initial_model(model_dir, seed).to(self.device).eval()
+        if config.packed:
+            packed.use(self.model)
         self._reference = copy.deepcopy(self.model).requires_grad_(False) if config.loss.kl_coef else None
+        if config.activation_checkpointing:
+            _recompute(self.model)
+        self._mesh = spread.join(world, self.device)
+        self._ranks: ProcessGroup | None = None if self._mesh is None else self._mesh.get_group()
+        for model in (self.model, self._reference):
+            if model is not None:
+                spread.shard(model, self._mesh)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._optimizer = _optimizer(self._parameters, config)
 
@@ -70,10 +84,10 @@ class TorchPolicy:
         config = self._config
         rate = self._set_learning_rate()
         parts = split(len(samples), config.minibatches, [self._seed, self.step])
-        minibatches = [pack([samples[index] for index in part], config.microbatch_tokens) for part in parts]
+        minibatches = [self._share([samples[index] for index in part]) for part in parts]
         updates = config.minibatches * config.epochs
         # With a single update the policy that starts the step is the one that computes its loss: no extra pass.
-        proximal = [[None if updates == 1 else self._proximal(micro) for micro in mini] for mini in minibatches]
+        proximal = [self._before(minibatch, needed=updates > 1) for minibatch in minibatches]
         metrics = StepMetrics(self.device, reference=self._reference is not None)
         for _ in range(config.epochs):
             for minibatch, references in zip(minibatches, proximal, strict=True):
@@ -84,7 +98,7 @@ class TorchPolicy:
     def logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         """Log-probability of each trainable token, 0 elsewhere: float32 [length] a sample, at its temperature."""
         result = [np.zeros(len(sample.ids), dtype=np.float32) for sample in samples]
-        for micro in pack(samples, self._config.microbatch_tokens):
+        for micro in pack(samples, self._config.microbatch_tokens, ragged=self._config.packed):
             values = self._proximal(micro).cpu().numpy()
             for row, index in enumerate(micro.samples):
                 mine = micro.row == row
@@ -95,24 +109,32 @@ class TorchPolicy:
         """Hugging Face name and a copy of each tensor in transfer dtype, on the policy's device, tied ones once."""
         for name, tensor in self._tensors():
             dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-            yield name, tensor.detach().to(dtype, copy=True).contiguous()
+            yield name, spread.whole(tensor.detach()).to(dtype, copy=True).contiguous()
 
     def close(self) -> None:
-        """Nothing is held beyond memory."""
+        """Leave the other ranks; the object is of no use then."""
+        spread.leave(self._mesh)
+        self._mesh = None
 
     def save(self, path: Path, meta: Mapping[str, Any]) -> int:
         """Write a checkpoint durably and atomically; answers its bytes. It is a Hugging Face model directory too."""
-        state = {"step": self.step, "optimizer": self._optimizer.state_dict(), "rng": _rng_state(self.device)}
+        weights = {name: spread.whole(tensor.detach()).cpu() for name, tensor in self._tensors()}
+        state = {"step": self.step, "optimizer": self._moments(_whole_on_cpu), "rng": _rng_state(self.device)}
+        if self._world.rank:
+            return 0
         files: dict[str, checkpoint.Writer] = {
-            hf_files.WEIGHTS: lambda file: save_file(dict(self._tensors()), file, metadata={"format": "pt"}),
+            hf_files.WEIGHTS: lambda file: save_file(weights, file, metadata={"format": "pt"}),
             OPTIMIZER: lambda file: torch.save(state, file),
         }
         files.update(hf_files.copied(self._model_dir))
         return checkpoint.write(path, files, meta)
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Restore what `save` wrote, bit for bit; answers its meta. Raises `checkpoint.CheckpointError`."""
-        meta = checkpoint.read_meta(path)
+        """Restore what `save` wrote, bit for bit, also if it was by another number of ranks; answers its meta.
+
+        Raises `checkpoint.CheckpointError`.
+        """
+        meta = checkpoint.read_meta(path, verify=self._mesh is None)  # `RankedPolicy` held it to its digests
         weights = load_file(path / hf_files.WEIGHTS)
         own = dict(self._tensors())
         shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
@@ -125,28 +147,63 @@ class TorchPolicy:
             )
         with torch.no_grad():
             for name, tensor in own.items():
-                tensor.copy_(weights[name])
+                tensor.copy_(spread.like(weights[name], tensor))
         state = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
-        self._optimizer.load_state_dict(state["optimizer"])
+        self._optimizer.load_state_dict(self._shared_out(state["optimizer"]))
         self.step = state["step"]
         _set_rng_state(self.device, state["rng"])
         return meta
 
-    def _update(self, minibatch: list[Microbatch], proximal: list[Tensor | None], metrics: StepMetrics) -> None:
+    def _moments(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+        """The optimizer's state, each tensor changed; collective where parameters are sharded."""
+        state = self._optimizer.state_dict()
+        values = {
+            number: {name: change(value) if isinstance(value, Tensor) else value for name, value in entry.items()}
+            for number, entry in state["state"].items()
+        }
+        return {**state, "state": values}
+
+    def _shared_out(self, state: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of the optimizer state of a checkpoint."""
+        parameters = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        values = {
+            number: {
+                name: spread.like(value, parameters[number]) if isinstance(value, Tensor) and value.ndim else value
+                for name, value in entry.items()
+            }
+            for number, entry in state["state"].items()
+        }
+        return {**state, "state": values}
+
+    def _share(self, samples: Sequence[Sample]) -> Minibatch:
+        """This rank's microbatches of an update, filled up so that all ranks have equally many."""
+        limit, ragged = self._config.microbatch_tokens, self._config.packed
+        if self._mesh is None:
+            return Minibatch.of(pack(samples, limit, ragged=ragged))
+        shares = rows.shared_out(samples, self._world.size)
+        dealt = [pack([samples[index] for index in share], limit, ragged=ragged) for share in shares]
+        missing = max(map(len, dealt)) - len(dealt[self._world.rank])
+        filler = next((micro for micros in dealt for micro in micros), None)
+        return Minibatch.of([micro for micros in dealt for micro in micros], dealt[self._world.rank], filler, missing)
+
+    def _update(self, minibatch: Minibatch, proximal: list[Tensor | None], metrics: StepMetrics) -> None:
         """One optimizer update from the samples that all ranks hold of a minibatch."""
-        local = [sum(len(micro.row) for micro in minibatch), sum(len(micro.samples) for micro in minibatch)]
-        counts = torch.tensor(local, dtype=torch.float64, device=self.device)
-        all_reduce(counts, self._ranks)
-        tokens, sequences = counts.tolist()
-        if not tokens:
+        if not minibatch.tokens:
             return
-        for micro, before in zip(minibatch, proximal, strict=True):
-            self._loss(micro, before, tokens, sequences, metrics).backward()
+        for micro, before in zip(minibatch.micros, proximal, strict=True):
+            loss = self._loss(micro, before, minibatch.tokens, minibatch.sequences, metrics)
+            (loss * self._world.size).backward()  # FSDP takes the mean over ranks, the loss is a sum
+        for _ in range(minibatch.fillers):
+            assert minibatch.filler is not None
+            current, entropy = self._score(self.model, minibatch.filler, entropy_gradient=True)
+            if self._reference is not None:  # its layers are gathered too
+                with torch.no_grad():
+                    self._score(self._reference, minibatch.filler)
+            ((current.sum() + entropy.sum()) * 0.0).backward()
         for parameter in self._parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            all_reduce(parameter.grad, self._ranks)
-        norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.grad_clip))
+        norm = float(spread.whole(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.grad_clip)))
         applied = math.isfinite(norm)
         if applied:
             self._optimizer.step()
@@ -185,13 +242,30 @@ class TorchPolicy:
     ) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy float32 [n] of the trainable tokens of a microbatch."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16):
-            output = model(
-                input_ids=self._tensor(micro.ids), logits_to_keep=self._tensor(micro.columns), use_cache=False
-            )
-        logits = output.logits[self._tensor(micro.row), self._tensor(micro.at)]
+            logits = self._packed_logits(model, micro) if self._config.packed else self._padded_logits(model, micro)
         distribution = losses.log_softmax(logits, self._tensor(micro.temperature))
         chosen = distribution.gather(1, self._tensor(micro.target)[:, None])[:, 0]
         return chosen, losses.entropy(distribution if entropy_gradient else distribution.detach())
+
+    def _padded_logits(self, model: torch.nn.Module, micro: Microbatch) -> Tensor:
+        output = model(input_ids=self._tensor(micro.ids), logits_to_keep=self._tensor(micro.columns), use_cache=False)
+        return output.logits[self._tensor(micro.row), self._tensor(micro.at)]
+
+    def _before(self, minibatch: Minibatch, *, needed: bool) -> list[Tensor | None]:
+        """Log-probabilities of this rank's microbatches by the policy that starts the step, if they are needed."""
+        scored = [self._proximal(micro) if needed else None for micro in minibatch.all]
+        return scored[: len(minibatch.micros)]
+
+    def _packed_logits(self, model: torch.nn.Module, micro: Microbatch) -> Tensor:
+        line = rows.row(micro, 1)
+        output = model(
+            input_ids=self._tensor(line.ids)[None],
+            position_ids=self._tensor(line.positions)[None],
+            logits_to_keep=self._tensor(line.source),
+            layout=packed.layout(line.bounds, self.device),
+            use_cache=False,
+        )
+        return output.logits[0]
 
     @torch.no_grad()
     def _proximal(self, micro: Microbatch) -> Tensor:
@@ -206,21 +280,57 @@ class TorchPolicy:
         return rate
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and live tensor of everything that makes up the model; of tensors that share memory, the first."""
+        """Name and live tensor of everything that makes up the model; of tied ones, the first."""
         seen: set[int] = set()
-        for name, tensor in self.model.state_dict().items():
-            if tensor.data_ptr() not in seen:
-                seen.add(tensor.data_ptr())
+        for name, tensor in self.model.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
                 yield name, tensor
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         return objective.on(self.device, array)
 
 
-def _device(name: str) -> str:
-    if name != "auto":
-        return name
-    return "cuda" if torch.cuda.is_available() else "cpu"
+@dataclass(frozen=True)
+class Minibatch:
+    """This rank's `micros` of one update, and what all ranks train on in it: trainable tokens and sequences.
+
+    `fillers`: how often this rank runs `filler`, which counts for nothing, because others have more to do.
+    """
+
+    micros: list[Microbatch]
+    tokens: int
+    sequences: int
+    filler: Microbatch | None = None
+    fillers: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        everybodys: list[Microbatch],
+        mine: list[Microbatch] | None = None,
+        filler: Microbatch | None = None,
+        fillers: int = 0,
+    ) -> Minibatch:
+        """`mine`, of what all ranks have together."""
+        tokens = sum(len(micro.row) for micro in everybodys)
+        sequences = sum(len(micro.samples) for micro in everybodys)
+        return cls(everybodys if mine is None else mine, tokens, sequences, filler, fillers)
+
+    @property
+    def all(self) -> list[Microbatch]:
+        """What goes through the model: all ranks have equally many."""
+        return self.micros + [self.filler for _ in range(self.fillers) if self.filler is not None]
+
+
+def _recompute(model: Any) -> None:
+    """Keep only the input of each layer, and compute what the backward pass needs again."""
+    for layer in spread.layers(model):
+        layer.forward = partial(recomputed, layer.forward, use_reentrant=False)
+
+
+def _whole_on_cpu(tensor: Tensor) -> Tensor:
+    return spread.whole(tensor).detach().cpu()
 
 
 def initial_model(model_dir: Path, seed: int) -> Any:

@@ -27,10 +27,10 @@ from torch._C._distributed_c10d import FileStore
 from actors.trainer import checkpoint, hf_files, objective
 from actors.trainer.backend import Job, World
 from actors.trainer.megatron import model, sharded
-from actors.trainer.megatron.rows import Deal, Row, deal
 from actors.trainer.megatron.vocabulary import token_statistics
 from actors.trainer.metrics import StepMetrics
 from actors.trainer.packing import Sample, split
+from actors.trainer.rows import Deal, Row, deal
 from actors.trainer.schedule import schedule
 from config import gpus
 

@@ -71,6 +71,13 @@ BOUND = (
 VARIANTS = (
     Variant("ipc", 1, 40, 220.0, own=True, rises=True, settings=("engine.gpus=[0]", "refit.transport=ipc")),
     Variant("megatron", 2, 20, 150.0, settings=("trainer.backend=megatron",)),
+    Variant(
+        "fsdp",
+        2,
+        12,
+        120.0,
+        settings=("trainer.ranks=2", "trainer.packed=true", "trainer.activation_checkpointing=true"),
+    ),
     Variant("async", 2, 14, 100.0, timed=True, settings=(*BOUND, "refit.drain=interrupt")),
     Variant("sync", 2, 14, 110.0, timed=True, settings=(*BOUND, "sync=true")),
     Variant("nccl", 2, 40, 260.0, own=True, rises=True),

@@ -5,8 +5,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from actors.trainer.megatron.rows import deal, row
 from actors.trainer.packing import Sample, pack
+from actors.trainer.rows import deal, row
 
 Make = Callable[..., list[Sample]]
 

@@ -1,17 +1,17 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2Config
 
+from actors.trainer.backend import BackendError
 from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.packing import Sample
 from actors.trainer.schedule import schedule
@@ -21,9 +21,12 @@ from config.schema import LossConfig, TrainerConfig
 Make = Callable[..., list[Sample]]
 
 
-def policy(model_dir: Path, *, loss: dict | None = None, seed: int = 1, total_steps: int = 10, **settings):
-    defaults = {"device": "cpu", "lr": 0.01, "grad_clip": 1e9, "microbatch_tokens": 64}
-    config = TrainerConfig(**{**defaults, **settings}, loss=LossConfig(**(loss or {})))
+def policy(
+    model_dir: Path, *, loss: dict[str, Any] | None = None, seed: int = 1, total_steps: int = 10, **settings: Any
+) -> TorchPolicy:
+    defaults: dict[str, Any] = {"device": "cpu", "lr": 0.01, "grad_clip": 1e9, "microbatch_tokens": 64}
+    given: dict[str, Any] = defaults | settings
+    config = TrainerConfig(**given, loss=LossConfig(**(loss or {})))
     return TorchPolicy(model_dir, config, seed=seed, total_steps=total_steps)
 
 
@@ -33,11 +36,10 @@ def weights(trained: TorchPolicy) -> dict[str, torch.Tensor]:
 
 def gradient(trained: TorchPolicy, samples: list[Sample]) -> dict[str, torch.Tensor]:
     """The gradient of one step, read off a plain SGD update of rate 1."""
-    trained._optimizer = torch.optim.SGD(trained._parameters, lr=1.0)
+    optimizer: Any = torch.optim.SGD(trained._parameters, lr=1.0)
+    trained._optimizer = optimizer
     before = weights(trained)
-    trained._config = trained._config.__class__(
-        **{field: getattr(trained._config, field) for field in trained._config.__struct_fields__} | {"lr": 1.0}
-    )
+    trained._config = msgspec.structs.replace(trained._config, lr=1.0)
     trained.train_step(samples)
     return {name: before[name] - tensor for name, tensor in trained.export()}
 
@@ -105,32 +107,34 @@ def test_the_gradient_is_that_of_the_formula_written_out(
         torch.testing.assert_close(tensor, expected[name], atol=2e-5, rtol=1e-3)
 
 
-def test_two_ranks_train_as_one(model_dir: Path, make_samples: Make) -> None:
-    samples = make_samples(11, seed=7)
-    loss = {"kl_coef": 0.1}
-    alone = policy(model_dir, loss=loss)
-    metrics = alone.train_step(samples)
-    store = dist.HashStore()
-    shards = [samples[:3], samples[3:]]
-    members = [policy(model_dir, loss=loss) for _ in shards]
-    results: dict[int, tuple[TorchPolicy, dict[str, float]]] = {}
+def test_packed_sequences_have_the_logprobs_and_gradients_of_padded_ones(model_dir: Path, make_samples: Make) -> None:
+    samples = make_samples(9, seed=3)
+    loss = {"entropy_coef": 0.1, "kl_coef": 0.1}
+    padded, packed = policy(model_dir, loss=loss), policy(model_dir, loss=loss, packed=True)
+    for mine, theirs in zip(packed.logprobs(samples), padded.logprobs(samples), strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    expected = gradient(padded, samples)
+    for name, tensor in gradient(packed, samples).items():
+        torch.testing.assert_close(tensor, expected[name], atol=2e-5, rtol=1e-3)
+    assert packed.train_step(samples)["padding_fraction"] == 0.0 < padded.train_step(samples)["padding_fraction"]
 
-    def run(rank: int) -> None:
-        member = members[rank]
-        member._ranks = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=30))
-        results[rank] = (member, member.train_step(shards[rank]))
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(results) == [0, 1]
-    for member, theirs in results.values():
-        for name, tensor in weights(alone).items():
-            torch.testing.assert_close(weights(member)[name], tensor, atol=1e-4, rtol=1e-3)
-        for name in set(metrics) - {"padding_fraction"}:
-            assert theirs[name] == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
+def test_a_model_whose_attention_can_not_be_packed_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    Qwen2Config(
+        vocab_size=23, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, use_sliding_window=True, sliding_window=4, max_window_layers=1,
+        architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    with pytest.raises(BackendError, match=r"trainer.packed=true: qwen2 has attention that can't be packed"):
+        policy(tmp_path, packed=True)
+
+
+def test_recomputed_activations_give_the_same_step(model_dir: Path, make_samples: Make) -> None:
+    samples = make_samples(6)
+    kept, again = policy(model_dir, packed=True), policy(model_dir, packed=True, activation_checkpointing=True)
+    assert again.train_step(samples) == kept.train_step(samples)
+    for name, tensor in weights(again).items():
+        assert torch.equal(tensor, weights(kept)[name])
 
 
 def test_training_raises_the_probability_of_what_was_good(model_dir: Path, make_samples: Make) -> None:

@@ -52,11 +52,7 @@ def deal(samples: Sequence[Sample], ranks: int, max_tokens: int, *, multiple: in
     Rows hold at most `max_tokens` tokens, and a multiple of `multiple` after padding. The same samples give the same
     deal on every rank. Raises `PackingError`.
     """
-    order = sorted(range(len(samples)), key=lambda index: -len(samples[index].ids))
-    turns = [*range(ranks), *reversed(range(ranks))]
-    shares: list[list[int]] = [[] for _ in range(ranks)]
-    for number, index in enumerate(order):
-        shares[turns[number % len(turns)]].append(index)
+    shares = shared_out(samples, ranks)
     packed = [pack([samples[index] for index in share], max_tokens, ragged=True) for share in shares]
     count = max(1, *(len(batches) for batches in packed))
     return Deal(
@@ -68,6 +64,16 @@ def deal(samples: Sequence[Sample], ranks: int, max_tokens: int, *, multiple: in
         tokens=sum(len(micro.row) for batches in packed for micro in batches),
         sequences=sum(len(micro.samples) for batches in packed for micro in batches),
     )
+
+
+def shared_out(samples: Sequence[Sample], ranks: int) -> list[list[int]]:
+    """Indices of the samples of each rank: longest first and back and forth, so that all get about as much."""
+    order = sorted(range(len(samples)), key=lambda index: -len(samples[index].ids))
+    turns = [*range(ranks), *reversed(range(ranks))]
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    for number, index in enumerate(order):
+        shares[turns[number % len(turns)]].append(index)
+    return shares
 
 
 def row(micro: Microbatch | None, multiple: int) -> Row:
