@@ -106,6 +106,11 @@ ALLOWED = (
     Allowed(r"pipeline/cluster.py:_wait", r"ref", RUN),
     Allowed(r"pipeline/cluster.py:_outcome", r"task.result\(\)", "it is done"),
     Allowed(r"pipeline/driver.py:Driver.run", r"asyncio.gather\(following.*", "it was cancelled"),
+    Allowed(r"pipeline/forks.py:ForkServer.stop", r"self._process.wait\(\)", KILLED),
+    Allowed(
+        r"pipeline/forks.py:Server._answer", r"(listener.accept|file.readline)\(\)", "selected; settimeout(REQUEST_S)"
+    ),
+    Allowed(r"pipeline/forks.py:_reap", r"os.waitpid\(-1, os.WNOHANG\)", "asks, without waiting"),
     Allowed(r"pipeline/eventlog.py:_iterate.take", r"anext\(source, None\)", "who follows a log waits for it"),
     Allowed(r"pipeline/top/feed.py:Feed._follow", r"pages", "who watches a run waits for it"),
     Allowed(r"pipeline/runtime/loop.py:Runtime._work", r"self._wants.wait\(\)", RUN),
