@@ -3,7 +3,6 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -12,16 +11,13 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor
-from torch.nn import functional
 
 from actors.trainer.backend import BackendError
+from actors.trainer.packed import attend
 
 
 class PackedAttention(torch.nn.Module):
-    """Causal attention within each sequence of a packed row ("thd").
-
-    Megatron's own local attention knows no packed sequences. Here each sequence is attended by itself.
-    """
+    """Causal attention within each sequence of a packed row ("thd"), which Megatron's own local attention can't do."""
 
     def __init__(self, config: Any, layer_number: int, *_: Any, softmax_scale: float | None = None, **__: Any) -> None:
         super().__init__()
@@ -36,20 +32,13 @@ class PackedAttention(torch.nn.Module):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> Tensor:
-        """`query` [tokens, heads, width], `key` and `value` [tokens, groups, width] -> [tokens, heads * width]."""
-        bounds = packed_seq_params.cu_seqlens_q.tolist()
-        parts = [
-            functional.scaled_dot_product_attention(
-                query[start:end].transpose(0, 1)[None],
-                key[start:end].transpose(0, 1)[None],
-                value[start:end].transpose(0, 1)[None],
-                is_causal=True,
-                scale=self._scale,
-                enable_gqa=True,
-            )[0].transpose(0, 1)
-            for start, end in pairwise(bounds)
-        ]
-        return torch.cat(parts).flatten(1)
+        """`query` [tokens, heads, width], `key` and `value` [tokens, groups, width] -> [tokens, heads * width].
+
+        `packed_seq_params` has `layout`, as `policy` made it for the row.
+        """
+        q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        attended, _ = attend(self, q, k, v, None, layout=packed_seq_params.layout, scaling=self._scale)
+        return attended[0].flatten(1)
 
 
 class Norm(torch.nn.RMSNorm):

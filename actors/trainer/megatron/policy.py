@@ -29,6 +29,7 @@ from actors.trainer.backend import Job, World
 from actors.trainer.megatron import model, sharded
 from actors.trainer.megatron.vocabulary import token_statistics
 from actors.trainer.metrics import StepMetrics
+from actors.trainer.packed import layout
 from actors.trainer.packing import Sample, split
 from actors.trainer.rows import Deal, Row, deal
 from actors.trainer.schedule import schedule
@@ -237,6 +238,7 @@ class MegatronPolicy:
                 max_seqlen_q=row.longest,
                 max_seqlen_kv=row.longest,
             )
+            packed.layout = layout(row.bounds, self.device)
             ids, positions = objective.on(self.device, row.ids)[None], objective.on(self.device, row.positions)[None]
             return chunk(ids, positions, None, packed_seq_params=packed), loss(number, row)
 
