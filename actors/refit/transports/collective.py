@@ -94,11 +94,11 @@ class CollectiveSender:
         try:
             size = bucket_bytes(self._bucket_bytes, held)
             buckets = plan([spec_of(name, tensor) for name, tensor in held.items()], size)
+            kind = checksum_for(held, self._apart)
+            whole = digest(checksums(held, kind))
             meeting = _Meeting(self._host)
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # a GPU without memory is a RuntimeError
             raise TransferError("offer", f"can't offer weights at {self._host}: {error}") from error
-        kind = checksum_for(held, self._apart)
-        whole = digest(checksums(held, kind))
         with self._lock:
             self._offered = Offered(held, buckets, meeting, self._wire if self._apart else None)
         return Offer(self._host, meeting.port, buckets, sum(b.size for b in buckets), whole, kind)

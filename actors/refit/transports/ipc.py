@@ -62,11 +62,11 @@ class IpcSender:
             buckets = plan([spec_of(name, tensor) for name, tensor in held.items()], size)
             if self._form == "direct":
                 self._lay_out(held)
+            kind = checksum_for(held, self._form == "direct")
+            whole = digest(checksums(held, kind))
             meeting = _Meeting()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError) as error:  # a GPU without memory is a RuntimeError
             raise TransferError("offer", f"can't offer weights on this host: {error}") from error
-        kind = checksum_for(held, self._form == "direct")
-        whole = digest(checksums(held, kind))
         if self._form == "direct":
             held = {}
         with self._lock:

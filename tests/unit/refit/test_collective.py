@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from actors.refit.transports import TransferError
+from actors.refit.transports import TransferError, collective
 from actors.refit.transports.choice import sender, settings
 from actors.refit.transports.collective import CollectiveSender
 from actors.refit.transports.tensors import as_bytes
@@ -65,6 +65,10 @@ class Wire:
         self.aborted += 1
 
 
+def exhausted(*_: Any) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
 def weights(count: int) -> list[tuple[str, torch.Tensor]]:
     return [(f"w{i}", torch.full((4,), float(i))) for i in range(count)]
 
@@ -108,6 +112,25 @@ def test_a_broadcast_that_breaks_aborts_the_communicator_and_fails_the_transfer(
     made.offer(weights(1))
     with pytest.raises(TransferError, match="not held any more"):
         made.send(TransferStarted(epoch=2, version=1, group="g", fresh=False, members=(), world_size=1), 30.0)
+
+
+def test_a_gpu_without_memory_fails_the_transfer_and_the_next_one_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    wire = Wire()
+    made = CollectiveSender("127.0.0.1", 16, lambda _: wire)
+    with monkeypatch.context() as patch:
+        patch.setattr(collective, "checksums", exhausted)
+        with pytest.raises(TransferError, match=r"can't offer weights .*out of memory") as caught:
+            made.offer(weights(1))
+        assert caught.value.phase == "offer"
+    made.offer(weights(1))
+    with monkeypatch.context() as patch:
+        patch.setattr(wire, "flatten", exhausted)
+        with pytest.raises(TransferError, match="out of memory") as caught:
+            made.send(STARTED, 30.0)
+        assert caught.value.phase == "send"
+    assert wire.aborted == 1, "receivers wait for bytes that never come"
+    made.offer(weights(1))
+    assert made.send(STARTED, 30.0).bytes > 0
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what a machine without GPUs says")

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -21,7 +22,7 @@ import torch
 
 from actors.engine.torch_server import shared
 from actors.leftovers import BUCKET, sweep
-from actors.refit.transports import Offer, Sent, TransferError
+from actors.refit.transports import Offer, Sent, TransferError, ipc
 from actors.refit.transports.buffers import Form, HostBuffer
 from actors.refit.transports.ipc import IpcSender
 from actors.refit.transports.tensors import checksum, spec_of
@@ -293,6 +294,21 @@ def test_memory_that_can_not_be_had_is_a_clear_error(sender: IpcSender, monkeypa
     sender.offer(weights(1))
     with pytest.raises(TransferError, match=r"No space left.*lower refit\.bucket_mib"):
         sender.send(started(1, 1), FAR)
+
+
+def test_a_gpu_without_memory_fails_the_offer_and_the_next_one_is_made(
+    sender: IpcSender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+
+    def exhausted(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ipc, "checksums", exhausted)
+        with pytest.raises(TransferError, match=r"can't offer weights .*out of memory") as caught:
+            sender.offer(weights(1))
+    assert caught.value.phase == "offer"
+    assert sender.offer(weights(1)).bytes > 0
 
 
 # --- what an engine of ours opens ---
