@@ -150,7 +150,6 @@ def test_external_engines_are_counted_by_their_urls() -> None:
         (["trainer.betas=[0.9, 1.0]"], "trainer.betas=[0.9, 1.0]: each must be"),
         (["buffer.window=2"], "buffer.window=2 is for buffer.sampler=windowed or a plug-in: in_order has no use"),
         (["buffer.sampler=windowed", "buffer.window=99"], "buffer.window=99 must not exceed 33 = 1 + buffer.groups x"),
-        (["trainer.ranks=2"], "trainer.ranks=2 is for trainer.backend=megatron"),
         (
             ["trainer.megatron.overlap=true"],
             "trainer.megatron is for trainer.backend=megatron, but the backend is torch",
