@@ -29,9 +29,10 @@ from pipeline import forked_worker
 EARLY = ("pipeline.runtime", "aiohttp.web", "requests", "jsonschema", "yaml", "filelock", "google.protobuf.reflection")
 """What most actors import, and packages that Ray imports. Nothing that starts a thread, and neither torch nor numpy:
 they read the environment of their process."""
-RAY = ("ray", "ray.actor", "ray.dag", "ray._private.node", "ray._private.async_compat", "ray._private.parameter")
+RAY = ("ray", "ray.actor", "ray._private.node", "ray._private.async_compat", "ray._private.parameter")
 RAY += ("ray._private.runtime_env.setup_hook",)
-"""Ray reads its part of the environment once, so it is imported with that of the first worker."""
+"""Ray reads its part of the environment once, so it is imported with that of the first worker. No `ray.dag`: it draws
+an id, and with that seeds a generator that all forks would share."""
 REQUEST_S = 5.0
 """Longest that a request may take to come in whole."""
 LINGER_S = 5.0
@@ -170,6 +171,7 @@ def _become(fork: Fork) -> None:
     """Be the worker that was asked for, unless whoever asked has gone: it runs one by itself then."""
     if not _wanted(fork.connection):
         return
+    os.setpgid(0, 0)  # when a worker ends Ray kills its group
     os.environ.clear()
     os.environ.update(fork.request["environment"])
     os.chdir(fork.request["directory"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -86,12 +87,18 @@ def test_a_run_that_was_stopped_and_then_killed_with_its_driver_goes_on_to_its_e
 
 @pytest.mark.parametrize("victim", ["collector-0", "buffer", "gateway-0", "recorder", "source"])
 def test_kill_9_of_one_actor_in_the_middle_stops_no_training_and_loses_nothing(endless: Run, victim: str):
-    log = endless.wait_for(lambda log: len(steps(log)) >= 2)
-    before = boots(log, victim)
+    whole = endless.wait_for(lambda log: len(steps(log)) >= 2)
+    before = boots(whole, victim)
     os.kill(before[-1]["body"]["pid"], signal.SIGKILL)
     log = endless.wait_for(lambda log: len(boots(log, victim)) > len(before))
     trained = len(steps(log))
-    endless.wait_for(lambda log: len(steps(log)) >= trained + 2)
+    after = endless.wait_for(lambda log: len(steps(log)) >= trained + 2)
+    assert others(after, victim) == others(whole, victim), "nobody else was started again"
+
+
+def others(log: list[dict], victim: str) -> Counter[str]:
+    """How often each actor but `victim` was started."""
+    return Counter(event["actor"] for event in log if event["kind"] == "actor.booted" and event["actor"] != victim)
 
 
 @pytest.mark.parametrize("moment", [trainer_mid_broadcast, engine_loaded, coordinator_killed, store_restarted])

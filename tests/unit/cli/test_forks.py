@@ -29,7 +29,7 @@ forks.main(sys.argv[1])
 WORKER = """
 import json, os, pathlib, sys, threading
 told = {"argv": sys.argv[1:], "pid": os.getpid(), "directory": os.getcwd(), "a": os.environ.get("A"),
-        "b": os.environ.get("B"), "wave": "wave" in sys.modules}
+        "b": os.environ.get("B"), "wave": "wave" in sys.modules, "group": os.getpgid(0)}
 if sys.argv[2:] == ["stay"]:
     read, write = os.pipe()
 else:
@@ -96,6 +96,7 @@ def test_a_fork_has_the_callers_arguments_environment_and_directory(
     assert answer["argv"] == [str(tmp_path / "told"), "x y"]
     assert (answer["a"], answer["b"], answer["directory"]) == ("caller's", None, str(tmp_path))
     assert answer["pid"] not in (os.getpid(), process.pid)
+    assert answer["group"] == answer["pid"], "Ray kills the group of a worker that ended"
 
 
 def test_a_fork_that_is_killed_is_no_zombie_and_its_caller_ends_with_it(server, program: Path, tmp_path: Path) -> None:
@@ -218,3 +219,22 @@ def test_workers_of_another_ray_get_no_fork(server, program: Path, tmp_path: Pat
         if connection is not None:
             connection.close()
             assert told(tmp_path / path)["wave"]
+
+
+def test_no_two_forks_draw_the_same_ids() -> None:
+    program = """
+import os
+from pipeline import forks
+forks._import(forks.EARLY)
+forks._import(forks.RAY)
+import ray
+for _ in range(2):
+    if not os.fork():
+        print(ray.WorkerID.from_random().hex(), ray.ObjectID.from_random().hex(), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+    done = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=PATIENCE_S)
+    drawn = done.stdout.split()
+    assert len(drawn) == 4, done.stderr
+    assert len(set(drawn)) == 4
