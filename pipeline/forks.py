@@ -7,6 +7,7 @@ here for a fork with its arguments and environment, or runs Ray's worker by itse
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -144,6 +145,10 @@ def main(address: str) -> None:
         fork = Server().serve(listener)
     if fork is not None:
         _become(fork)
+        return
+    Path(address).unlink(missing_ok=True)  # a driver that was killed leaves it to us
+    with contextlib.suppress(OSError):
+        Path(address).parent.rmdir()
 
 
 def _import(names: Iterable[str]) -> None:

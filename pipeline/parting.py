@@ -13,6 +13,7 @@ from contracts import events as ev
 from contracts.envelope import Envelope
 from contracts.events import kind
 from pipeline.causality import Key, Node, graph, spoken
+from pipeline.errors import Exit, PipelineError
 from pipeline.rundir import RunDir
 
 TROUBLE: tuple[type, ...] = (
@@ -98,10 +99,16 @@ def compare(first: Log, second: Log, end: float = 0.0) -> Difference:
 
 
 def end_of(run: RunDir) -> float:
-    """Until when a run's archive tells of it: the present while it is written, else when it was closed."""
+    """Until when a run's archive tells of it: the present while it is written, else when it was closed.
+
+    Raises `PipelineError` if its index is damaged.
+    """
     if archive.has_writer(run.events):
         return time.time()
-    return max((segment.closed_at for segment in archive.read_index(run.events).segments), default=0.0)
+    try:
+        return max((segment.closed_at for segment in archive.read_index(run.events).segments), default=0.0)
+    except archive.ArchiveError as error:
+        raise PipelineError(str(error), Exit.FAILED) from error
 
 
 def _missing(one: Mapping[Key, Node], two: Mapping[Key, Node], end: float) -> Iterable[tuple[float, Parting]]:

@@ -44,7 +44,8 @@ if read is not None:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    address = str(tmp_path / "forks")
+    address = str(tmp_path / "folder" / "forks")
+    (tmp_path / "folder").mkdir()
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", SERVER, address], stdin=subprocess.PIPE, env={**os.environ, "B": "server's"}
     )
@@ -119,6 +120,7 @@ def test_forks_outlive_their_server_which_ends_with_its_driver(server, program: 
         pid = told(tmp_path / "told")["pid"]
         process.stdin.close()
         assert process.wait(PATIENCE_S) == 0
+        assert not (tmp_path / "folder").exists()
         assert lives(pid)
         os.kill(pid, signal.SIGKILL)
     assert forked_worker.fork(address, ["never run"]) is None

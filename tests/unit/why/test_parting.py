@@ -120,3 +120,7 @@ def test_the_command_compares_run_directories(tmp_path: Path):
     assert "bad has gone on for" in result.output
     same = CliRunner().invoke(cli.main, ["diff", str(one), str(one), "--json"])
     assert (same.exit_code, '"parting":null' in same.output) == (0, True)
+    (two / "events" / "index.json").write_text("{")
+    damaged = CliRunner().invoke(cli.main, ["diff", str(one), str(two)])
+    assert (damaged.exit_code, type(damaged.exception)) == (1, SystemExit)
+    assert "index.json" in damaged.output
