@@ -37,7 +37,7 @@ class PackedAttention(torch.nn.Module):
         `packed_seq_params` has `layout`, as `policy` made it for the row.
         """
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-        attended, _ = attend(self, q, k, v, None, layout=packed_seq_params.layout, scaling=self._scale)
+        attended = attend(self, q, k, v, None, layout=packed_seq_params.layout, scaling=self._scale)[0]
         return attended[0].flatten(1)
 
 
