@@ -110,6 +110,14 @@ def archived(run: RunDir, behind: Mapping[str, int] | None = None) -> Iterator[t
         raise PipelineError(message, Exit.FAILED) from error
 
 
+def segments(run: RunDir) -> tuple[archive.Segment, ...]:
+    """What the index of a run's events says of them. Raises `PipelineError` if it is damaged."""
+    try:
+        return archive.read_index(run.events).segments
+    except archive.ArchiveError as error:
+        raise PipelineError(str(error), Exit.FAILED) from error
+
+
 def follow(run: RunDir) -> Iterator[tuple[Entry, Envelope[Event]]]:
     """Every event: the archived ones, then, while the run is driven or recorded, what is new until it has finished.
 

@@ -12,8 +12,8 @@ from actors.recorder import archive
 from contracts import events as ev
 from contracts.envelope import Envelope
 from contracts.events import kind
+from pipeline import eventlog
 from pipeline.causality import Key, Node, graph, spoken
-from pipeline.errors import Exit, PipelineError
 from pipeline.rundir import RunDir
 
 TROUBLE: tuple[type, ...] = (
@@ -105,10 +105,7 @@ def end_of(run: RunDir) -> float:
     """
     if archive.has_writer(run.events):
         return time.time()
-    try:
-        return max((segment.closed_at for segment in archive.read_index(run.events).segments), default=0.0)
-    except archive.ArchiveError as error:
-        raise PipelineError(str(error), Exit.FAILED) from error
+    return max((segment.closed_at for segment in eventlog.segments(run)), default=0.0)
 
 
 def _missing(one: Mapping[Key, Node], two: Mapping[Key, Node], end: float) -> Iterable[tuple[float, Parting]]:

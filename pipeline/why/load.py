@@ -166,7 +166,7 @@ def end_of(run: RunDir, model: Model) -> float:
     last = model.last_at
     if model.finished is not None:
         return last
-    return max([last, *(segment.closed_at for segment in archive.read_index(run.events).segments[-1:])])
+    return max([last, *(segment.closed_at for segment in eventlog.segments(run)[-1:])])
 
 
 def look_into(run: RunDir, config: RunConfig) -> Evidence:

@@ -13,10 +13,8 @@ import argparse
 import json
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +23,9 @@ import torch
 from contracts.events import RefitCommitted, TransferStarted
 from pipeline.eventlog import archived
 from pipeline.rundir import RunDir
-from tests.lanes.gpu.run_up import ended
+from tests.lanes.gpu.run_up import carried_out
 from tests.lanes.gpu.wire import measure
 
-ROOT = Path(__file__).parents[3]
 SIZES = (1, 2, 4)
 LIMIT_S = 540.0
 """Longest run of one size."""
@@ -58,20 +55,15 @@ def words(engines: int, args: argparse.Namespace, run: Path) -> list[str]:
 
 def up(engines: int, args: argparse.Namespace, work: Path) -> dict[str, Any]:
     """One `pipeline up` and `pipeline verify`, and what its log says of the refits."""
-    run, began = work / f"engines-{engines}", time.monotonic()
+    run = work / f"engines-{engines}"
+    log = run.with_suffix(".log")
     recipe = str(Path(__file__).with_name("fanout.yaml"))
-    with (work / f"engines-{engines}.log").open("w") as log:
-        command = [sys.executable, "-m", "pipeline", "up", recipe, *words(engines, args, run)]
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, start_new_session=True)
-        status = ended(process, LIMIT_S)
-    seconds = time.monotonic() - began
-    if status != 0:
-        return {"failures": [f"pipeline up: {status}: {Path(log.name).read_text()[-2000:]}"]}
-    verify = subprocess.run([sys.executable, "-m", "pipeline", "verify", str(run)], capture_output=True, text=True)
+    done = carried_out([recipe, *words(engines, args, run)], run, log, LIMIT_S)
+    if done.status != 0:
+        return {"failures": [f"pipeline up: {done.status}: {log.read_text()[-2000:]}"]}
     said = judged(run, engines)
-    if verify.returncode != 0:
-        said["failures"].append(f"pipeline verify: {(verify.stdout + verify.stderr)[-500:]}")
-    return {**said, "verify_rc": verify.returncode, "seconds": round(seconds, 1)}
+    said["failures"] += done.unverified
+    return {**said, "verify_rc": done.verify_rc, "seconds": round(done.seconds, 1)}
 
 
 def judged(run: Path, engines: int) -> dict[str, Any]:

@@ -27,7 +27,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -126,24 +126,15 @@ class Lane:
 
     def up(self, variant: Variant, url: str | None) -> dict[str, Any]:
         """One `pipeline up` and `pipeline verify`, judged."""
-        began = time.monotonic()
-        log = self.work / f"{variant.name}.log"
-        limit = min(variant.limit_s, self.left_s)
-        with log.open("w") as file:
-            command = [sys.executable, "-m", "pipeline", "up", *self.words(variant, url)]
-            process = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT, start_new_session=True)
-            status = ended(process, limit)
-        seconds = time.monotonic() - began
         run = self.work / variant.name
-        verified = subprocess.run(
-            [sys.executable, "-m", "pipeline", "verify", str(run)], capture_output=True, text=True, timeout=60, cwd=ROOT
-        )
+        limit = min(variant.limit_s, self.left_s)
+        done = carried_out(self.words(variant, url), run, run.with_suffix(".log"), limit)
         said = judged(variant, rows(run), self.args.dry)
-        said |= {"rc": status, "verify_rc": verified.returncode, "seconds": round(seconds, 1)}
-        if status != 0:
-            said["failures"].insert(0, f"pipeline up: {'over after ' + f'{limit:g} s' if status is None else status}")
-        if verified.returncode != 0:
-            said["failures"].append(f"pipeline verify: {(verified.stdout + verified.stderr)[-300:]}")
+        said |= {"rc": done.status, "verify_rc": done.verify_rc, "seconds": round(done.seconds, 1)}
+        if done.status != 0:
+            how = f"over after {limit:g} s" if done.status is None else done.status
+            said["failures"].insert(0, f"pipeline up: {how}")
+        said["failures"] += done.unverified
         return said
 
     def say(self, said: dict[str, Any]) -> None:
@@ -231,6 +222,29 @@ class Lane:
                 entry = tarfile.TarInfo(str(path.relative_to(self.work)))
                 entry.size = len(data)
                 archive.addfile(entry, io.BytesIO(data))
+
+
+class Done(NamedTuple):
+    """How a run and its `pipeline verify` ended. `status`: None when it had to be ended."""
+
+    status: int | None
+    seconds: float
+    verify_rc: int
+    unverified: list[str]
+
+
+def carried_out(words: Sequence[str], run: Path, log: Path, limit: float) -> Done:
+    """`pipeline up` with `words`, its output in `log`, and `pipeline verify` of what it left at `run`."""
+    began = time.monotonic()
+    with log.open("w") as file:
+        command = [sys.executable, "-m", "pipeline", "up", *words]
+        process = subprocess.Popen(command, stdout=file, stderr=file, cwd=ROOT, start_new_session=True)
+        status = ended(process, limit)
+    seconds = time.monotonic() - began
+    verify = [sys.executable, "-m", "pipeline", "verify", str(run)]
+    found = subprocess.run(verify, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    unverified = [f"pipeline verify: {(found.stdout + found.stderr)[-500:]}"] if found.returncode else []
+    return Done(status, seconds, found.returncode, unverified)
 
 
 def ended(process: subprocess.Popen[bytes], limit: float) -> int | None:
