@@ -206,7 +206,7 @@ class EngineShell:
         return max(0.0, deadline_at - self._context.clock.now())
 
     async def _drain(self, command: Drain) -> Drained | DrainFailed | ServerDead:
-        """What is not in the server is out (proxy), and what is in it is over (flush)."""
+        """What is not in the server is out (proxy), and what is in it is over (its answers, or a flush)."""
         started = time.monotonic()
         try:
             async with asyncio.timeout(self._left(command.deadline_at)):
@@ -233,11 +233,14 @@ class EngineShell:
             await asyncio.wait_for(self._proxy.idle(), self._left(command.abort_at))
         async with asyncio.timeout(self._left(command.deadline_at)):
             await self._proxy.abort_running()
+        if self._direct is not None and self._direct.checks and not self._proxy.doubt:
+            return None
         while True:
             flush = self._client.flush(min(FLUSH_S, self._left(command.deadline_at)))
             async with asyncio.timeout(self._left(command.deadline_at)):
                 flushed, stranger = await asyncio.gather(flush, self._replaced())
             if flushed or stranger is not None:
+                self._proxy.doubt = self._proxy.doubt and not flushed
                 return stranger
             if not self._left(command.abort_at):
                 await self._client.abort_all(CALL_S)
@@ -256,7 +259,8 @@ class EngineShell:
             return LoadFailed(command.epoch, "manifest", "ManifestMismatch", wrong)
         logprobs: tuple[float, ...] = ()
         self._label = None
-        loading = Loading(self._config, self._context, self._client, self._direct, self._pause, command)
+        pause = self._pause if self._config.engine.kind == "external" else None
+        loading = Loading(self._config, self._context, self._client, self._direct, pause, command)
         try:
             async with asyncio.timeout(self._left(command.deadline_at)):
                 held = await loading.run()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +18,10 @@ PREFIX = "sluice:"
 CALL = "/update_weights_from_distributed"
 MARGIN_S = 1.0
 """How much earlier than its caller the receiver gives up, at most: its answer has to get back."""
+HELD = "Held: "
+"""How the receiver begins when the scheduler is not through with requests that it has answered."""
+HELD_S = 0.002
+"""Pause before it is asked again."""
 
 
 Parts = list[tuple[str, str, int]]
@@ -42,6 +48,11 @@ class Direct:
         self.fallback = ""
         """Why the model goes through SGLang's own loader; empty when it doesn't."""
 
+    @property
+    def checks(self) -> bool:
+        """Whether the receiver is there, and so takes nothing before the scheduler is idle."""
+        return self._prepared is not None
+
     async def prepare(self, buckets: tuple[Bucket, ...], timeout: float) -> None:
         """Have every rank derive where the tensors go, unless that is known."""
         if buckets == self._prepared:
@@ -60,13 +71,24 @@ class Direct:
 
     async def broadcast(self, group: str, version: str, timeout: float) -> list[Answer]:
         """Take everything that rank 0 of `group` broadcasts."""
-        told = {"do": "broadcast", "timeout": inner(timeout)}
-        return await self._tell(told, timeout, group=group, version=version)
+        return await self._tell_idle({"do": "broadcast"}, timeout, group=group, version=version)
 
     async def copy(self, places: Sequence[str], version: str, timeout: float) -> list[Answer]:
         """Take everything from shared memory. `places`: JSON, one a rank."""
-        told = {"do": "copy", "timeout": inner(timeout), "places": [msgspec.Raw(place.encode()) for place in places]}
-        return await self._tell(told, timeout, version=version)
+        told = {"do": "copy", "places": [msgspec.Raw(place.encode()) for place in places]}
+        return await self._tell_idle(told, timeout, version=version)
+
+    async def _tell_idle(self, told: Mapping[str, Any], timeout: float, **more: Any) -> list[Answer]:
+        """Again and again while requests are held, which no rank has begun anything for."""
+        give_up_at, left = time.monotonic() + timeout, timeout
+        while True:
+            try:
+                return await self._tell({**told, "timeout": inner(left)}, left, **more)
+            except CallError as error:
+                await asyncio.sleep(HELD_S)
+                left = give_up_at - time.monotonic()
+                if HELD not in str(error) or left <= 0:
+                    raise
 
     async def _tell(self, told: Mapping[str, Any], timeout: float, **more: Any) -> list[Answer]:
         command = PREFIX + msgspec.json.encode(told).decode()

@@ -31,8 +31,8 @@ class Unfit(Exception):
 class Loading:
     """`phase` is what is done now, `phases` what was done so far.
 
-    `direct` is None where the server takes weights itself. `pause` pauses it, which our own receiver does not need:
-    nothing runs, and one call holds the scheduler throughout.
+    `direct` is None where the server takes weights itself. `pause` pauses it; None where nobody but this actor can
+    reach it: what is drained stays so.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Loading:
         context: Context,
         client: HttpEngineClient,
         direct: Direct | None,
-        pause: Callable[[], Awaitable[None]],
+        pause: Callable[[], Awaitable[None]] | None,
         command: Receive,
     ) -> None:
         self.phase = "join"
@@ -63,8 +63,9 @@ class Loading:
                 await self._join()
         if self._direct is not None:
             return await self._straight(self._direct)
-        with self.within("pause"):
-            await self._pause()
+        if self._pause is not None:
+            with self.within("pause"):
+                await self._pause()
         with self.within("receive"):
             await self._receive()
         with self.within("flush"):

@@ -145,6 +145,8 @@ class Proxy:
         self._background: set[asyncio.Task[None]] = set()
         self._idle = asyncio.Event()
         self._idle.set()
+        self.doubt = False
+        """Whether some request ended without the server's whole answer, so that it may still run there."""
         app = web.Application(client_max_size=max_body)
         app.add_routes(
             [
@@ -235,6 +237,7 @@ class Proxy:
                     whole = await answer.read()
                     reply.answer(web.Response(status=whole.status, body=whole.body, headers=headers))
         except CallError as error:
+            self.doubt = True
             if reply.headers:
                 reply.fail(str(error))
             else:

@@ -36,7 +36,7 @@ class ServerDead(msgspec.Struct, frozen=True, tag="server_dead"):
 
 
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
-    """Result of `Drain`: nothing runs, and the cache is gone; or `held` sequences are held still."""
+    """Result of `Drain`: nothing runs, or `held` sequences are held still."""
 
     epoch: int
     seconds: float
@@ -109,7 +109,7 @@ class Watch(msgspec.Struct, frozen=True):
 
 
 class Drain(msgspec.Struct, frozen=True):
-    """Wait until nothing runs and the cache is flushed, aborting what runs from `abort_at` on.
+    """Wait until nothing runs, aborting what runs from `abort_at` on; the cache is flushed unless the load does it.
 
     With `hold`, pause generation between two steps instead: what runs keeps its cache, and waits.
     """
@@ -121,7 +121,7 @@ class Drain(msgspec.Struct, frozen=True):
 
 
 class Receive(msgspec.Struct, frozen=True):
-    """Pause, join `group` if `fresh` (leaving group `leave` before), receive the buckets, flush, verify.
+    """Join `group` if `fresh` (leaving group `leave` before), pause, receive the buckets, flush, verify.
 
     With `hold` sequences are held still, whose cache can't be flushed.
     """

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .receiver import Failed, Receiver
+from .receiver import Failed, Held, Receiver
 from .slices import Mismatch, Spec
 
 MODULE = "sglang.srt.managers.scheduler_components.weight_updater"
@@ -92,8 +92,8 @@ def perform(manager: Any, request: Any) -> dict[str, Any]:
         dtypes = [getattr(torch, dtype) for dtype in request.dtypes]
         receiver.prepare([Spec(*each) for each in zip(request.names, dtypes, shapes, strict=True)], command["counts"])
         return {"fallback": receiver.fallback, "parts": receiver.parts()}
-    if not manager.is_fully_idle():
-        raise Failed("requests are held: weights can't change under them", lost=False)
+    if not _idle(manager):
+        raise Held("requests are held: weights can't change under them", lost=False)
     if command["do"] == "copy":
         phases = receiver.copy(command["places"][runner.tp_rank], command["timeout"])
     else:
@@ -104,6 +104,16 @@ def perform(manager: Any, request: Any) -> dict[str, Any]:
     flushed = manager.flush_cache(empty_cache=False)
     phases = {**phases, "digest": phases.get("digest", 0.0) + checked - begun, "flush": time.monotonic() - checked}
     return {"fallback": receiver.fallback, "phases": phases, "sums": sums, "flushed": bool(flushed)}
+
+
+def _idle(manager: Any) -> bool:
+    """Whether no rank holds requests: all begin to receive, or none does."""
+    idle, group = bool(manager.is_fully_idle()), manager.tp_cpu_group
+    if group is None or torch.distributed.get_world_size(group) == 1:
+        return idle
+    told = torch.tensor([int(idle)])
+    torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MIN, group=group)
+    return bool(told.item())
 
 
 def _broadcast(runner: Any, receiver: Receiver, name: str, timeout: float) -> dict[str, float]:

@@ -43,6 +43,10 @@ class Failed(Exception):
         self.lost = lost
 
 
+class Held(Failed):
+    """Nothing was begun, because requests run."""
+
+
 class _Bucket(NamedTuple):
     """Tensors that travel together. `targets`: the bytes where each goes whole, None where it has to be staged."""
 
@@ -342,4 +346,4 @@ def _cuda(place: dict[str, Any], device: torch.device) -> torch.Tensor:
     return flat.set_(storage, 0, (place["size"],), (1,))  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
-__all__ = ["Failed", "Piece", "Receiver", "Spec"]
+__all__ = ["Failed", "Held", "Piece", "Receiver", "Spec"]

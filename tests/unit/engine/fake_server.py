@@ -14,7 +14,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class FakeServer:
-    """`calls` is what came, in order. `hang` names paths that are never answered, `answers` gives other answers.
+    """`calls` is what came, in order. `hang` names paths that are never answered, `answers` gives other answers, `once`
+    such that are given once each, and a call in `cut` loses its connection.
 
     A request to /generate runs until `finish` is called, or its id is aborted. With `stream` its answer is one: the
     events that a test puts into `events`, until it puts None (the end) or an exception (which cuts the connection).
@@ -24,6 +25,8 @@ class FakeServer:
         self.calls: list[tuple[str, Any]] = []
         self.hang: set[str] = set()
         self.answers: dict[str, tuple[int, Any]] = {}
+        self.once: dict[str, list[tuple[int, Any]]] = {}
+        self.cut: set[str] = set()
         self.running: dict[str, asyncio.Future[str]] = {}
         self.deaf_to_aborts = False
         self.events: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
@@ -65,8 +68,11 @@ class FakeServer:
             self._came.notify_all()
         if path in self.hang:
             await asyncio.Event().wait()
-        if path in self.answers:
-            status, answer = self.answers[path]
+        if path in self.cut:
+            assert request.transport is not None
+            request.transport.abort()
+        if self.once.get(path) or path in self.answers:
+            status, answer = self.once[path].pop(0) if self.once.get(path) else self.answers[path]
             if isinstance(answer, bytes):
                 return web.Response(status=status, body=answer, content_type="text/plain")
             return web.json_response(answer, status=status)

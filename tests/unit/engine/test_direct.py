@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import pytest_asyncio
 
@@ -62,7 +63,7 @@ def test_a_receiver_gives_up_before_its_caller_and_the_slowest_rank_counts() -> 
 @pytest_asyncio.fixture
 async def server() -> AsyncIterator[FakeServer]:
     async with FakeServer() as made:
-        made.receivers = {"prepare": [{"fallback": ""}]}
+        made.receivers = {"prepare": [{"fallback": ""}], "broadcast": [{"fallback": ""}]}
         yield made
 
 
@@ -99,7 +100,8 @@ async def bench(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     async with Driver(config, tmp_path) as driver:
         await driver.event(EngineReady)
         server.calls.clear()
-        yield Bench(driver, server, None)  # type: ignore[arg-type]
+        async with aiohttp.ClientSession() as http:
+            yield Bench(driver, server, http)
 
 
 async def test_one_call_takes_everything_with_no_pause_and_tells_its_phases(bench: Bench) -> None:
@@ -118,6 +120,40 @@ async def test_one_call_takes_everything_with_no_pause_and_tells_its_phases(benc
     bench.driver.publish(committed(1, 1))
     await bench.driver.mode("serving")
     assert "/continue_generation" not in bench.server.paths()
+
+
+async def test_a_drain_rests_on_whole_answers_once_the_receiver_is_there(bench: Bench) -> None:
+    await bench.serve(1)
+    await bench.serve(2, "g2")
+    assert bench.server.paths().count("/flush_cache") == 1
+
+
+async def test_a_drain_flushes_when_a_request_ended_without_its_whole_answer(bench: Bench) -> None:
+    await bench.serve(1)
+    bench.server.cut.add("/generate")
+    assert (await bench.generate(1))[0] == 502
+    await bench.serve(2, "g2")
+    assert bench.server.paths().count("/flush_cache") == 2
+    await bench.serve(3, "g3")
+    assert bench.server.paths().count("/flush_cache") == 2
+
+
+async def test_a_scheduler_that_is_not_through_with_what_it_answered_is_asked_again(bench: Bench) -> None:
+    await bench.serve(1)
+    held = (400, {"success": False, "message": "Held: requests are held: weights can't change under them"})
+    bench.server.once["/update_weights_from_distributed"] = [held, held]
+    loaded = await bench.load(2, "g2")
+    assert loaded.epoch == 2
+
+
+async def test_requests_that_stay_held_fail_the_load_at_its_deadline(server: FakeServer) -> None:
+    held = {"success": False, "message": "Held: requests are held: weights can't change under them"}
+    server.answers["/update_weights_from_distributed"] = (400, held)
+    client = HttpEngineClient(server.url)
+    with pytest.raises(CallError, match="requests are held"):
+        await Direct(client).broadcast("g", "1", 0.5)
+    assert len(server.calls) > 1
+    await client.close()
 
 
 async def test_a_model_that_goes_through_sglangs_loader_is_told_with_the_reason(bench: Bench) -> None:

@@ -155,6 +155,14 @@ async def test_weights_are_loaded_in_sglangs_order_and_served_after_the_commit(b
         assert (status, headers["x-sluice-version"], headers["x-sluice-boot"]) == (200, "10", "1")
 
 
+async def test_a_server_that_nobody_else_can_reach_is_not_paused(benches: Benches) -> None:
+    async with benches(config(kind="torch")) as bench:
+        await bench.load(1)
+        bench.driver.publish(committed(1, 1))
+        await bench.driver.mode("serving")
+        assert not {"/pause_generation", "/continue_generation"} & set(bench.server.paths())
+
+
 async def test_our_own_server_tells_its_digest(benches: Benches) -> None:
     async with benches(config(kind="torch")) as bench:
         assert (await bench.load(1)).digest == digest(dict.fromkeys("abc", "00"))
@@ -250,7 +258,6 @@ async def test_a_server_that_can_not_flush_fails_the_drain(benches: Benches) -> 
 @pytest.mark.parametrize(
     ("path", "phase"),
     [
-        ("/pause_generation", "pause"),
         ("/init_weights_update_group", "join"),
         ("/update_weights_from_distributed", "receive"),
         ("/weights_checker", "verify"),
@@ -270,8 +277,22 @@ async def test_a_refused_step_is_told_and_the_next_epoch_starts_clean(benches: B
         await bench.serve(2, "g2")
         paths = bench.server.paths()
         joined = len(paths) - 1 - paths[::-1].index("/init_weights_update_group")
-        # a join comes before the pause, which has to be lifted before the next drain
-        assert ("/continue_generation" in paths[:joined]) == (phase != "join")
+        assert "/continue_generation" not in paths[:joined]
+
+
+async def test_a_pause_that_is_refused_is_told_and_one_that_was_made_is_lifted_first(benches: Benches) -> None:
+    async with benches() as bench:
+        for epoch, (path, phase) in enumerate({"/pause_generation": "pause", "/flush_cache": "flush"}.items(), 1):
+            bench.request(epoch)
+            await bench.driver.event(EngineDrained, epoch=epoch)
+            bench.server.answers[path] = (500, {"success": False, "message": "no"})
+            bench.start(epoch, f"g{epoch}")
+            assert (await bench.driver.event(EngineFailed, epoch=epoch)).phase == phase
+            del bench.server.answers[path]
+        await bench.serve(3, "g3")
+        paths = bench.server.paths()
+        joined = len(paths) - 1 - paths[::-1].index("/init_weights_update_group")
+        assert "/continue_generation" in paths[:joined]
 
 
 async def test_a_load_with_requests_held_is_not_complete(benches: Benches) -> None:
