@@ -80,15 +80,18 @@ class Direct:
 
     async def _tell_idle(self, told: Mapping[str, Any], timeout: float, **more: Any) -> list[Answer]:
         """Again and again while requests are held, which no rank has begun anything for."""
-        give_up_at, left = time.monotonic() + timeout, timeout
+        give_up_at, left, held = time.monotonic() + timeout, timeout, None
         while True:
             try:
                 return await self._tell({**told, "timeout": inner(left)}, left, **more)
             except CallError as error:
-                await asyncio.sleep(HELD_S)
-                left = give_up_at - time.monotonic()
-                if HELD not in str(error) or left <= 0:
-                    raise
+                if HELD not in str(error):
+                    raise error if held is None or time.monotonic() < give_up_at else held from error
+                held = error
+            await asyncio.sleep(HELD_S)
+            left = give_up_at - time.monotonic()
+            if left <= 0:
+                raise held
 
     async def _tell(self, told: Mapping[str, Any], timeout: float, **more: Any) -> list[Answer]:
         command = PREFIX + msgspec.json.encode(told).decode()
