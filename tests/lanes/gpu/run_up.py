@@ -217,11 +217,21 @@ class Lane:
         (self.out / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
         with tarfile.open(self.out / "logs.tar.gz", "w:gz") as archive:
             logs = [*self.work.glob("*.log"), *self.work.glob("*/logs/*"), *self.work.glob("*/report.html")]
-            for path in logs:
-                data = path.read_bytes()[-LOG_BYTES if path.suffix != ".html" else 0 :]
+            for path in [*logs, *self._traces()]:
+                data = path.read_bytes()[-LOG_BYTES if path.suffix not in (".html", ".json") else 0 :]
                 entry = tarfile.TarInfo(str(path.relative_to(self.work)))
                 entry.size = len(data)
                 archive.addfile(entry, io.BytesIO(data))
+
+    def _traces(self) -> list[Path]:
+        """The timeline of each run that has one."""
+        found = []
+        for run in [path.parent for path in self.work.glob("*/metrics.jsonl")]:
+            trace = run.with_suffix(".json")
+            command = [sys.executable, "-m", "pipeline", "trace", str(run), "-o", str(trace)]
+            if subprocess.run(command, capture_output=True, timeout=60, cwd=ROOT).returncode == 0:
+                found.append(trace)
+        return found
 
 
 class Done(NamedTuple):
