@@ -18,9 +18,6 @@ from config.schema import MegatronConfig, RunConfig, TrainerConfig
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """What a run may be called: it becomes part of keys and paths."""
 
-SAMPLES = 128
-"""Samples of one group at most: their request ids travel in one HTTP header."""
-
 _WHERE = re.compile(r" - at `\$(.*)`$")
 
 
@@ -31,7 +28,7 @@ def against_schema(data: Mapping[str, Any]) -> list[str]:
 
 def is_text(key: str) -> bool:
     """Whether the setting at dotted `key` holds a string and nothing that a number could stand for."""
-    kind = _leaves().get(key)
+    kind = leaves().get(key)
     kinds = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
     return all(isinstance(k, inspect.StrType | inspect.NoneType | inspect.LiteralType) for k in kinds)
 
@@ -104,10 +101,6 @@ def across_fields(config: RunConfig) -> list[str]:
             f"buffer.window={config.buffer.window} must not exceed {config.widest_window} = 1 + buffer.groups x "
             "(buffer.max_staleness + 1 - refit.every): what it holds back would be missing in the next batch",
         ),
-        (
-            rollout.samples <= SAMPLES,
-            f"rollout.samples={rollout.samples} exceeds {SAMPLES}, the most that one request may ask for",
-        ),
         *[
             (
                 _compiles(pattern),
@@ -118,7 +111,7 @@ def across_fields(config: RunConfig) -> list[str]:
         *_ranks(trainer),
         *_gpus(config),
         (
-            all(0.0 <= beta < 1.0 for beta in trainer.betas),
+            1.0 not in trainer.betas,
             f"trainer.betas={list(trainer.betas)}: each must be at least 0 and under 1",
         ),
     ]
@@ -208,7 +201,7 @@ def _compiles(pattern: str) -> bool:
 
 
 @cache
-def _leaves() -> dict[str, inspect.Type]:
+def leaves() -> dict[str, inspect.Type]:
     """Dotted key -> type of every setting that is no section."""
     return dict(_walk(RunConfig, ""))
 
@@ -248,11 +241,34 @@ def _value(section: type[msgspec.Struct], key: str, value: Any, where: str, kind
     except msgspec.ValidationError as error:
         inside = _WHERE.search(str(error))
         deeper = inside.group(1).removeprefix(f".{key}") if inside else ""
-        problem = f": {_WHERE.sub('', str(error))} at {where}{deeper}" if deeper else ""
-        yield f"{where}={value!r}: expected {describe(kind)}{problem}"
+        problem = f": {_WHERE.sub('', str(error))} at {where}{deeper}" if deeper else _fix(section, key, value, kind)
+        yield f"{where}={_shown(value)}: expected {describe(kind)}{problem}"
     else:
         if isinstance(value, float) and not math.isfinite(value):
-            yield f"{where}={value!r}: expected a finite number"
+            yield f"{where}={_shown(value)}: expected a finite number"
+
+
+def _shown(value: Any) -> str:
+    """A value as one would type it."""
+    if value is None or isinstance(value, bool):
+        return str(value).lower().replace("none", "null")
+    return value if isinstance(value, str) and re.fullmatch(r"\S+", value) else repr(value)
+
+
+def _fix(section: type[msgspec.Struct], key: str, value: Any, kind: inspect.Type) -> str:
+    """What to write instead, where that can be told."""
+    if value is None or (isinstance(value, str) and value.lower() in ("none", "null", "nil", "")):
+        info = inspect.type_info(section)
+        assert isinstance(info, inspect.StructType)
+        default = next(field.default for field in info.fields if field.name == key)
+        return f"; leave it out for the default, {_shown(default)}" if default is not msgspec.NODEFAULT else ""
+    members = kind.types if isinstance(kind, inspect.UnionType) else (kind,)
+    numeric = next((m for m in members if isinstance(m, inspect.IntType | inspect.FloatType)), None)
+    if numeric is None or isinstance(value, bool) or not isinstance(value, int | float):
+        return ""
+    if numeric.le is not None and value > numeric.le:
+        return f"; the most is {_number(numeric.le)}"
+    return f"; the least is {_number(numeric.ge)}" if numeric.ge is not None and value < numeric.ge else ""
 
 
 def _unknown(where: str, path: str, siblings: list[str]) -> str:
@@ -261,7 +277,7 @@ def _unknown(where: str, path: str, siblings: list[str]) -> str:
     if near:
         hint = f"did you mean {path + '.' if path else ''}{near[0]}?"
     else:
-        everywhere = list(_leaves())
+        everywhere = list(leaves())
         same = [known for known in everywhere if known.rpartition(".")[2] == key]
         close = same or get_close_matches(where, everywhere, n=1)
         hint = f"did you mean {' or '.join(close)}?" if close else ""
@@ -273,7 +289,7 @@ def _unknown(where: str, path: str, siblings: list[str]) -> str:
 
 
 def describe(kind: inspect.Type) -> str:
-    """What a value of this type is, in words: `a whole number >= 1`, `one of fifo, in_order`."""
+    """What a value of this type is, in words: `a whole number from 1 to 256`, `one of fifo, in_order`."""
     match kind:
         case inspect.BoolType():
             return "true or false"
@@ -299,9 +315,13 @@ def describe(kind: inspect.Type) -> str:
 
 
 def _bounds(kind: inspect.IntType | inspect.FloatType) -> str:
-    parts = [
-        f"{sign} {bound:g}"
-        for sign, bound in ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))
-        if bound is not None
-    ]
-    return " " + " and ".join(parts) if parts else ""
+    """The range. Every upper bound is one that may be had."""
+    low, high = kind.ge if kind.gt is None else kind.gt, kind.le
+    if low is None or high is None:
+        return ""
+    lower = f"from {_number(low)}" if kind.gt is None else f"above {_number(low)}"
+    return f" {lower} {'to' if kind.gt is None else 'and up to'} {_number(high)}"
+
+
+def _number(value: float) -> str:
+    return f"{int(value)}" if value == int(value) else f"{value:g}"

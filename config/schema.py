@@ -10,11 +10,25 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-Positive = Annotated[int, msgspec.Meta(ge=1)]
-NonNegative = Annotated[int, msgspec.Meta(ge=0)]
-Seconds = Annotated[float, msgspec.Meta(gt=0)]
+Steps = Annotated[int, msgspec.Meta(ge=1, le=100_000_000)]
+"""Optimizer steps, and what is counted in them."""
+Groups = Annotated[int, msgspec.Meta(ge=1, le=65_536)]
+"""Prompt groups, and requests, at a time."""
+Samples = Annotated[int, msgspec.Meta(ge=1, le=128)]
+"""Samples of one group: their request ids travel in one HTTP header."""
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=1 << 28)]
+Processes = Annotated[int, msgspec.Meta(ge=1, le=1024)]
+"""Engines or collectors."""
+Ranks = Annotated[int, msgspec.Meta(ge=1, le=256)]
+"""Processes that train together, and how they are shared out."""
+Tries = Annotated[int, msgspec.Meta(ge=1, le=1000)]
+Retries = Annotated[int, msgspec.Meta(ge=0, le=100_000)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=604_800)]
+"""At most a week: what waits longer waits for nothing."""
+Mebibytes = Annotated[float, msgspec.Meta(gt=0, le=65_536)]
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
-NonNegativeFloat = Annotated[float, msgspec.Meta(ge=0)]
+Weight = Annotated[float, msgspec.Meta(ge=0, le=1e6)]
+"""What a term of the objective, or a penalty, is multiplied by."""
 
 Noncontiguous = Literal["error", "truncate", "drop", "split"]
 
@@ -41,7 +55,7 @@ class ProducerConfig(Section, frozen=True, kw_only=True):
     python: str | None = None
     """Interpreter of an environment of its own that has the producer installed: it then runs in a process of its own
     there, and needs nothing of ours but msgspec. Default is this environment and the actors' own processes."""
-    epochs: Positive | None = 1
+    epochs: Steps | None = 1
     """Passes over a producer whose tasks come to an end; then the run ends. Pass `n`, from 0, is asked for with the
     seed `seed + n`. null: again and again until `steps` are trained."""
     task_deadline_s: Seconds = 60.0
@@ -51,23 +65,23 @@ class ProducerConfig(Section, frozen=True, kw_only=True):
 class AttemptsConfig(Section, frozen=True, kw_only=True):
     """How many attempts at a sample may fail, by kind of failure; with the last one the sample has failed for good."""
 
-    infra: Positive = 3
+    infra: Tries = 3
     """Gateway, engine or environment broke."""
-    timeout: Positive = 3
+    timeout: Tries = 3
     """`rollout.deadline_s` or `score_deadline_s` was over."""
-    data: Positive = 1
+    data: Tries = 1
     """The environment raised `DataError`, or what came back is no valid trajectory."""
-    noncontiguous: Positive = 1
+    noncontiguous: Tries = 1
     """A turn did not continue the tokens before it."""
 
 
 class RolloutConfig(Section, frozen=True, kw_only=True):
     """How samples are generated."""
 
-    samples: Annotated[int, msgspec.Meta(ge=2)] = 8
+    samples: Annotated[int, msgspec.Meta(ge=2, le=128)] = 8
     """Samples per prompt group."""
-    max_new_tokens: Positive = 64
-    temperature: Annotated[float, msgspec.Meta(gt=0)] = 1.0
+    max_new_tokens: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 64
+    temperature: Annotated[float, msgspec.Meta(gt=0, le=100)] = 1.0
     deadline_s: Seconds = 300.0
     """Longest one rollout may take, generation, environment and all; then it failed with kind `timeout`."""
     score_deadline_s: Seconds = 30.0
@@ -78,7 +92,7 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     overlong: Literal["keep", "mask", "drop"] = "keep"
     """A train sample that was cut off at `max_new_tokens`: train on it as scored; keep it out of baseline and loss; or
     treat it as failed, so that `buffer.group_policy` decides on its group."""
-    open_groups: Positive = 64
+    open_groups: Groups = 64
     """Groups that one collector works on at a time."""
     noncontiguous: Noncontiguous = "error"
     """When a conversation does not continue the tokens of its episode: `error` refuses the turn and fails the sample,
@@ -91,23 +105,23 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Regular expressions that mark an answer as an invalid tool call too."""
     malformed_thinking: Literal["keep", "penalise", "mask"] = "keep"
     """The same for thinking tags that do not pair up."""
-    flaw_penalty: NonNegativeFloat = 1.0
+    flaw_penalty: Weight = 1.0
     """Taken off the reward of a sample once for each of the two kinds that is set to `penalise`."""
 
 
 class BufferConfig(Section, frozen=True, kw_only=True):
     """How groups become batches."""
 
-    groups: Positive = 16
+    groups: Groups = 16
     """Prompt groups per optimizer step."""
-    max_staleness: NonNegative = 1
+    max_staleness: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 1
     """Optimizer steps that the oldest trainable token of a batch may lag behind the trained version. 0 is on-policy."""
     sampler: str = "in_order"
     """Which complete groups go first: `in_order` strictly by task index; `windowed` by index too, past up to
     `window` - 1 others; `fifo` by time of completion; `ready_first` the least stale; or a plug-in, by its name or as
     `package.module:function`. With the last three, groups that are overtaken go stale: docs/howto/choose-a-sampler.md.
     """
-    window: Positive | None = None
+    window: Steps | None = None
     """How far `windowed` may pick ahead of the oldest unfinished group; `window` - 1 fewer groups are issued ahead, so
     that none goes stale. Default: a quarter of the greatest that is possible. Plug-ins are given it too."""
     group_deadline_s: Seconds = 600.0
@@ -117,7 +131,7 @@ class BufferConfig(Section, frozen=True, kw_only=True):
     valid), `drop` drops the group and another task is issued for it, `replace` issues those samples again, up to
     `replacements` times, and then shrinks, `wait` waits for missing ones as long as it takes.
     """
-    replacements: Positive = 2
+    replacements: Tries = 2
     """Times that the missing samples of one group are issued again."""
     skip_flat_groups: bool = False
     """Drop groups whose valid samples all have one reward (no gradient) instead of training on them."""
@@ -127,26 +141,26 @@ class LossConfig(Section, frozen=True, kw_only=True):
     """The GRPO objective; see docs/reference/objective.md for the formulas."""
 
     clip_low: Fraction = 0.2
-    clip_high: Annotated[float, msgspec.Meta(ge=0)] = 0.2
-    kl_coef: NonNegativeFloat = 0.0
+    clip_high: Weight = 0.2
+    kl_coef: Weight = 0.0
     """Weight of the k3 KL estimate against the initial policy; 0 keeps no reference model."""
-    importance_cap: Annotated[float, msgspec.Meta(gt=0)] = 2.0
+    importance_cap: Annotated[float, msgspec.Meta(gt=0, le=1e6)] = 2.0
     """Upper bound of the truncated importance weight proximal / behaviour."""
     normalisation: Literal["token", "sequence"] = "token"
     advantage: Literal["group", "leave_one_out"] = "group"
     advantage_std: bool = True
     """Divide group advantages by the group's standard deviation (not with `leave_one_out`)."""
-    entropy_coef: NonNegativeFloat = 0.0
+    entropy_coef: Weight = 0.0
 
 
 class MegatronConfig(Section, frozen=True, kw_only=True):
     """How `trainer.backend=megatron` spreads the model over `trainer.ranks`."""
 
-    tensor_parallel: Positive = 1
+    tensor_parallel: Ranks = 1
     """Ranks that share each matrix and the vocabulary. With experts, it brings sequence parallelism with it."""
-    pipeline_parallel: Positive = 1
+    pipeline_parallel: Ranks = 1
     """Stages that the layers are cut into."""
-    expert_parallel: Positive = 1
+    expert_parallel: Ranks = 1
     """Ranks that share the experts of a mixture of experts."""
     overlap: bool = False
     """Reduce gradients and gather parameters of the data-parallel ranks while the model computes."""
@@ -160,7 +174,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     docs/howto/train-with-megatron.md."""
     device: str = "auto"
     """`cpu`, `cuda`, `cuda:N`, or `auto`: the first GPU if there is one. Rank n is on GPU N + n."""
-    ranks: Positive = 1
+    ranks: Ranks = 1
     """Processes that train together, on one host: the trainer and those that it starts."""
     start_deadline_s: Seconds = 600.0
     """Longest start of all ranks, model and all; `ranks` or megatron only, as the next two."""
@@ -168,40 +182,40 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Longest step, save or load that the ranks do together; then the trainer fails and starts again."""
     export_deadline_s: Seconds = 300.0
     """Longest gathering of the weights on rank 0."""
-    lr: Annotated[float, msgspec.Meta(gt=0)] = 1e-6
+    lr: Annotated[float, msgspec.Meta(gt=0, le=10)] = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegative = 0
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: NonNegativeFloat = 0.0
-    grad_clip: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    minibatches: Positive = 1
+    warmup_steps: Annotated[int, msgspec.Meta(ge=0, le=100_000_000)] = 0
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    weight_decay: Weight = 0.0
+    grad_clip: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 1.0
+    minibatches: Groups = 1
     """Optimizer updates that one batch is split into."""
-    epochs: Positive = 1
+    epochs: Tries = 1
     """Passes over one batch."""
-    microbatch_tokens: Positive = 16384
+    microbatch_tokens: Tokens = 16384
     """Tokens, padding included, that go through the model at once."""
     packed: bool = False
     """Put the sequences of a microbatch one behind the other instead of padding them to one length (`torch` only;
     megatron always does)."""
     activation_checkpointing: bool = False
     """Keep only what enters each layer, and compute the rest again in the backward pass (`torch` only)."""
-    threads: NonNegative = 0
+    threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     """CPU threads of torch; 0 leaves torch's choice."""
     loss: LossConfig = LossConfig()
     megatron: MegatronConfig = MegatronConfig()
 
 
 class CheckpointConfig(Section, frozen=True, kw_only=True):
-    every: Positive = 1
+    every: Steps = 1
     """Optimizer steps between checkpoints; the last step is always saved."""
-    keep: Positive = 2
+    keep: Steps = 2
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):
     """The inference fleet."""
 
     kind: Literal["torch", "sglang", "external"] = "torch"
-    count: Positive = 2
+    count: Processes = 2
     urls: tuple[str, ...] = ()
     """`external` only: one URL an engine."""
     args: tuple[str, ...] = ()
@@ -210,23 +224,23 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     """Interpreter that runs the server (an environment of its own for sglang); default is ours."""
     device: str = "cpu"
     """`cpu`, `cuda` or `cuda:N`: the GPU of every engine, if `gpus` names none."""
-    gpus: tuple[NonNegative, ...] = ()
+    gpus: tuple[Annotated[int, msgspec.Meta(ge=0, le=1023)], ...] = ()
     """GPUs of the engines, by number, shared out in order: with several a server they are its tensor parallel ranks. A
     single one is used by all engines."""
-    threads: Positive = 1
-    max_running: Positive = 256
-    max_total_tokens: Positive = 65536
+    threads: Processes = 1
+    max_running: Groups = 256
+    max_total_tokens: Tokens = 65536
     lease_s: Seconds = 10.0
     """An engine that has not seen the store for this long stops serving."""
     restart_backoff_s: Seconds = 1.0
-    restarts: NonNegative = 20
+    restarts: Retries = 20
     """Server restarts an engine actor may use up before it fails for good."""
 
 
 class RefitConfig(Section, frozen=True, kw_only=True):
     """The weight update barrier."""
 
-    every: Positive = 1
+    every: Tries = 1
     """Optimizer steps between refits; the coordinator always takes the newest version."""
     drain: Literal["finish", "interrupt", "in_flight"] = "finish"
     """What becomes of running requests: `finish` waits for them; `interrupt` aborts them and goes on from prompt and
@@ -236,7 +250,7 @@ class RefitConfig(Section, frozen=True, kw_only=True):
     """End to end, from refit.requested to commit or failure."""
     drain_deadline_s: Seconds = 30.0
     """Part of `deadline_s` after which engines that have not drained are quarantined."""
-    bucket_mib: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    bucket_mib: Mebibytes | None = None
     """Tensors that travel together. By default 256 on a CPU, and on a GPU an eighth of its free memory, 64 to 512."""
     transport: Literal["gloo", "nccl", "ipc"] = "gloo"
     """How weights travel: `gloo` over TCP; `nccl` from GPU to GPU; `ipc` through memory shared by trainer and engines,
@@ -250,7 +264,7 @@ class RefitConfig(Section, frozen=True, kw_only=True):
     also has each engine generate for a fixed prompt, and compares their log-probabilities."""
     retry_backoff_s: Seconds = 0.5
     """Pause before the epoch that follows a failed one; doubled at each failure in a row, up to 30 s."""
-    failures: Positive = 10
+    failures: Tries = 10
     """Failed epochs in a row after which the run fails."""
 
 
@@ -260,9 +274,9 @@ class FleetConfig(Section, frozen=True, kw_only=True):
     probe_s: Seconds = 2.0
     """Pause between two probes of a member."""
     probe_deadline_s: Seconds = 5.0
-    misses: Positive = 3
+    misses: Tries = 3
     """Probes in a row without an answer after which an engine is dead, and a gateway holds no refit up any more."""
-    restarts: NonNegative = 5
+    restarts: Retries = 5
     """Restarts of an engine that the coordinator orders, since the engine last served; then it is retired."""
 
 
@@ -271,10 +285,10 @@ class GatewayConfig(Section, frozen=True, kw_only=True):
     port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """0 lets the system choose."""
     request_deadline_s: Seconds = 300.0
-    retries: NonNegative = 5
+    retries: Retries = 5
     """Times a request is sent to another engine after an infrastructure error."""
-    max_body_mib: Positive = 16
-    max_episodes: Positive = 4096
+    max_body_mib: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 16
+    max_episodes: Annotated[int, msgspec.Meta(ge=1, le=1_000_000)] = 4096
     """Episodes of agents that may be open at a time."""
 
 
@@ -291,7 +305,7 @@ class BrokerConfig(Section, frozen=True, kw_only=True):
 
 
 class RecorderConfig(Section, frozen=True, kw_only=True):
-    segment_mib: Annotated[float, msgspec.Meta(gt=0)] = 16.0
+    segment_mib: Mebibytes = 16.0
     segment_s: Seconds = 60.0
     payloads: bool = True
     """Archive trajectory payloads too."""
@@ -299,10 +313,10 @@ class RecorderConfig(Section, frozen=True, kw_only=True):
 
 
 class EvalConfig(Section, frozen=True, kw_only=True):
-    every: NonNegative = 0
+    every: Annotated[int, msgspec.Meta(ge=0, le=100_000_000)] = 0
     """Optimizer steps between held-out evaluations; 0 never."""
-    groups: Positive = 16
-    samples: Positive = 1
+    groups: Groups = 16
+    samples: Samples = 1
 
 
 class LaunchConfig(Section, frozen=True, kw_only=True):
@@ -313,8 +327,8 @@ class LaunchConfig(Section, frozen=True, kw_only=True):
     start_deadline_s: Seconds = 180.0
     """From start to the first committed refit."""
     stop_deadline_s: Seconds = 60.0
-    collectors: Positive = 1
-    restarts: NonNegative = 20
+    collectors: Processes = 1
+    restarts: Retries = 20
     """Boots of one actor beyond its first that the driver tolerates within `restart_window_s`."""
     restart_window_s: Seconds = 120.0
 
@@ -326,11 +340,11 @@ class RunConfig(Section, frozen=True, kw_only=True):
     description: str = ""
     run_dir: str | None = None
     """Where everything of the run goes; default `runs/<name>-<time>`."""
-    seed: int = 0
-    steps: Positive = 100
-    target_reward: float | None = None
+    seed: Annotated[int, msgspec.Meta(ge=0, le=4_294_967_295)] = 0
+    steps: Steps = 100
+    target_reward: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] | None = None
     """End the run early once the mean reward of `target_window` steps in a row reached this."""
-    target_window: Positive = 3
+    target_window: Groups = 3
     sync: bool = False
     """The synchronous loop: same as buffer.max_staleness=0."""
     model: ModelConfig = ModelConfig()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import config.schema
 import contracts.events
+from config.checks import describe, leaves
 from contracts.envelope import STREAM_OF, STREAMS
 from contracts.events import Event
 
@@ -26,12 +27,13 @@ def settings() -> str:
         ("trainer.loss", "LossConfig"),
         ("trainer.megatron", "MegatronConfig"),
     ]
+    known = leaves()
     for prefix, name in [*sections, *nested]:
         lines.append(f"\n## {prefix or 'Run'}\n\n{_doc(classes[name])}\n\n{TABLE}")
         lines += [
-            f"| `{prefix + '.' if prefix else ''}{field}` | {_cell(annotation)} | {_cell(default)} | {meaning} |\n"
+            f"| `{key}` | {describe(known[key])} | {_cell(default)} | {meaning} |\n"
             for field, annotation, default, meaning in _fields(classes[name])
-            if not annotation.endswith("Config")
+            if (key := f"{prefix}.{field}".removeprefix(".")) in known
         ]
     return "".join(lines)
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import inspect
 
 from config import loading
-from config.checks import across_fields, is_text
+from config.checks import across_fields, is_text, leaves
 from config.loading import ConfigError
 from config.schema import RunConfig
 
@@ -76,17 +78,32 @@ def test_an_unknown_recipe_names_the_nearest_and_all() -> None:
         ("lr=1", "lr: no such key; did you mean trainer.lr? The keys at the top are name,"),
         ("trainer.loss.clip=1", "did you mean trainer.loss.clip_"),
         ("zzz=1", "zzz: no such key. The keys at the top"),
-        ("steps=many", "steps='many': expected a whole number >= 1"),
-        ("steps=0", "steps=0: expected a whole number >= 1"),
-        ("seed=true", "seed=True: expected a whole number"),
-        ("trainer.lr=0", "trainer.lr=0: expected a number > 0"),
-        ("rollout.temperature=.inf", "rollout.temperature=inf: expected a finite number"),
-        ("buffer.group_policy=keep", "buffer.group_policy='keep': expected one of drop, replace, shrink, wait"),
-        ("trainer.betas=[1]", "trainer.betas=[1]: expected a list of 2: a number, a number"),
+        ("steps=many", "steps=many: expected a whole number from 1 to 100000000"),
+        ("steps=0", "steps=0: expected a whole number from 1 to 100000000; the least is 1"),
+        ("seed=true", "seed=true: expected a whole number"),
+        ("trainer.lr=0", "trainer.lr=0: expected a number above 0 and up to 10"),
+        ("rollout.temperature=.nan", "rollout.temperature=nan: expected a"),
+        ("buffer.group_policy=keep", "buffer.group_policy=keep: expected one of drop, replace, shrink, wait"),
+        ("trainer.betas=[1]", "trainer.betas=[1]: expected a list of 2: a number from 0 to 1, a number"),
         ("engine.urls=[a,1]", "engine.urls=['a', 1]: expected a list of which each is text: Expected `str`"),
         ("engine=torch", "engine='torch': expected a section with the keys kind, count,"),
-        ("target_reward=high", "target_reward='high': expected a number or null"),
-        ("gateway.port=70000", "gateway.port=70000: expected a whole number >= 0 and <= 65535"),
+        ("target_reward=high", "target_reward=high: expected a number from -1000000 to 1000000 or null"),
+        ("gateway.port=70000", "gateway.port=70000: expected a whole number from 0 to 65535; the most is 65535"),
+        (
+            "trainer.ranks=null",
+            "trainer.ranks=null: expected a whole number from 1 to 256; leave it out for the default",
+        ),
+        (
+            "trainer.ranks=None",
+            "trainer.ranks=None: expected a whole number from 1 to 256; leave it out for the default",
+        ),
+        ("trainer.ranks=abc", "trainer.ranks=abc: expected a whole number from 1 to 256"),
+        ("trainer.ranks=1.5", "trainer.ranks=1.5: expected a whole number from 1 to 256"),
+        ("trainer.ranks=100000", "trainer.ranks=100000: expected a whole number from 1 to 256; the most is 256"),
+        ("engine.count=100000", "engine.count=100000: expected a whole number from 1 to 1024; the most is 1024"),
+        ("refit.deadline_s=-3", "refit.deadline_s=-3: expected a number above 0 and up to 604800"),
+        ("rollout.max_new_tokens=1000000000", "expected a whole number from 1 to 1048576; the most is 1048576"),
+        ("rollout.samples=129", "rollout.samples=129: expected a whole number from 2 to 128; the most is 128"),
     ],
 )
 def test_a_wrong_setting_is_named_with_its_value_and_what_is_expected(override: str, expected: str) -> None:
@@ -205,5 +222,21 @@ def test_a_refit_cadence_that_starves_the_trainer_is_refused() -> None:
     assert loading.load("quickstart", ["refit.every=2"]).refit.every == 2
 
 
-def test_more_samples_than_one_request_carries_are_refused() -> None:
-    assert "rollout.samples=129 exceeds 128" in problems("quickstart", "rollout.samples=129")
+def test_every_number_has_a_lower_and_an_upper_bound() -> None:
+    def numbers(kind: inspect.Type) -> Iterator[inspect.IntType | inspect.FloatType]:
+        if isinstance(kind, inspect.IntType | inspect.FloatType):
+            yield kind
+        inner = [getattr(kind, "item_type", None), *getattr(kind, "types", ()), *getattr(kind, "item_types", ())]
+        for each in inner:
+            if each is not None:
+                yield from numbers(each)
+
+    found = {key: list(numbers(kind)) for key, kind in leaves().items()}
+    assert sum(map(len, found.values())) > 60
+    open_ended = [
+        key
+        for key, kinds in found.items()
+        for kind in kinds
+        if kind.le is None or (kind.ge is None and kind.gt is None)
+    ]
+    assert open_ended == []
