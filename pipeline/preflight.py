@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +22,11 @@ from pipeline.errors import Exit, PipelineError
 
 DEFAULT_GYM = ".venv-gym/bin/python"
 """Where `make gym` puts NeMo-Gym."""
+SGLANG = ".venv-sglang/bin/python"
+"""Where `make sglang` puts SGLang."""
+ASK = "import sys, importlib.util as u; print(any(u.find_spec(name) is None for name in sys.argv[1:]))"
+ASK_S = 60.0
+"""Longest start of an interpreter that is asked for its packages."""
 
 
 def absolute(config: RunConfig, base: Path) -> RunConfig:
@@ -70,7 +77,9 @@ def check(config: RunConfig) -> None:
     sampler(config)
     if config.launch.mode == "ray" and config.launch.ray_address is None:
         _model(config)
-        _interpreter(config)
+        _engines(config)
+        _backend(config)
+        _verifiers(config)
         _gym(config)
         _port(config)
         _gpus(config)
@@ -147,10 +156,57 @@ def sampler(config: RunConfig) -> None:
         raise PipelineError(str(error), Exit.MISSING) from error
 
 
-def _interpreter(config: RunConfig) -> None:
+def _engines(config: RunConfig) -> None:
+    """The interpreter of the servers, and what they are."""
     python = config.engine.python
     if python is not None and shutil.which(python) is None:
         raise PipelineError(f"engine.python={python}: no such program", Exit.MISSING)
+    if config.engine.kind == "sglang" and _absent("engine.python", python, "sglang"):
+        asked = f"engine.python={python}" if python else f"engine.python=null, so of {sys.executable},"
+        raise PipelineError(
+            f"engine.kind=sglang: the environment of {asked} has no sglang. Run `make sglang` and set "
+            f"engine.python={SGLANG}, or install sglang there; or use engine.kind=torch",
+            Exit.MISSING,
+        )
+
+
+def _backend(config: RunConfig) -> None:
+    from actors.trainer import backend
+
+    try:
+        backend.check(config.trainer)
+    except backend.BackendError as error:
+        raise PipelineError(f"{error} (asked: {sys.executable})", Exit.MISSING) from error
+
+
+def _verifiers(config: RunConfig) -> None:
+    """It comes with Sluice, and the package that it plays does not."""
+    python = config.producer.python
+    if config.producer.name != "verifiers" or not _absent("producer.python", python, "verifiers", "msgspec"):
+        return
+    raise PipelineError(
+        f"producer.name=verifiers: the environment of producer.python={python or 'null'} has no verifiers (and "
+        "msgspec). Make one (python3 -m venv .venv-verifiers; .venv-verifiers/bin/pip install 'verifiers==0.4.*' "
+        "msgspec) and set producer.python=.venv-verifiers/bin/python",
+        Exit.MISSING,
+    )
+
+
+def _absent(setting: str, python: str | None, *packages: str) -> bool:
+    """Whether the interpreter `python` (None: this one) lacks one of these. Raises `PipelineError` if it is none."""
+    if python is None:
+        return any(find_spec(name) is None for name in packages)
+    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    try:
+        done = subprocess.run(
+            [python, "-c", ASK, *packages], capture_output=True, text=True, timeout=ASK_S, env=environment, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise PipelineError(f"{setting}={python}: it can't be asked what it has: {error}", Exit.MISSING) from error
+    if done.stdout.strip() not in ("True", "False"):
+        said = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        raise PipelineError(f"{setting}={python}: it is no Python that runs: {said}", Exit.MISSING)
+    return done.stdout.strip() == "True"
 
 
 def _gpus(config: RunConfig) -> None:
