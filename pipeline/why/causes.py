@@ -74,6 +74,10 @@ CAUSES: Mapping[str, str] = {
         "See logs/<engine>.jsonl for the server's end. Its successor takes part in the next epoch; the "
         "present one ends at refit.deadline_s."
     ),
+    "engine_retired": (
+        "Mend what logs/<engine>.server.log tells. It comes back when the run is scaled down and up again "
+        "(`pipeline scale RUN engines=N`), or resumed; the others go on meanwhile."
+    ),
     "transfer_hangs": (
         "Nobody has finished the broadcast: look for a member that did not join (network between trainer and "
         "engine, firewall on the group's port). It is given up at refit.deadline_s."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from config.schema import RunConfig
-from pipeline.why.look import FLOOR_S, Look, finding, some, span
+from pipeline.why.look import FLOOR_S, Look, counted, finding, some, span
 from pipeline.why.model import Model
 from pipeline.why.pressure import pressure
 from pipeline.why.refits import Refits, frontier
@@ -120,10 +120,27 @@ def _sick(look: Look) -> list[Finding]:
         last = failed[-1]
         text = f"{len(failed)} refits failed since the last commit, in {last.phase}: {last.reason}"
         found.append(finding("refits_fail", "refit", text, failed[0].at))
-    for name, engine in model.engines.items():
-        if engine.mode in ("quarantined", "dead") and look.age(engine.since) > look.floor_s:
-            text = f"{name} is {engine.mode} since {span(look.age(engine.since))}: {engine.reason}"
-            found.append(finding("engine_dead", name, text, engine.since))
+    told = {each.culprit for each in found}
+    return [*found, *(each for each in _down(look) if each.culprit not in told)]
+
+
+def _down(look: Look) -> list[Finding]:
+    """Engines of the run that do not serve and have ended or been started again since they did."""
+    found = []
+    for name, engine in look.model.engines.items():
+        if engine.down_at is None or look.age(engine.down_at) <= look.floor_s or name not in look.names:
+            continue
+        if engine.mode == "retired":
+            text = f"{name} was given up {span(look.age(engine.since))} ago: {engine.reason}"
+            found.append(finding("engine_retired", name, text, engine.since))
+        elif engine.mode in ("quarantined", "dead") or engine.starts:
+            last = f"; it ended last with: {engine.ended}" if engine.ended else ""
+            again = f"was started again {counted(engine.starts, 'time')}" if engine.starts else "was not started again"
+            text = (
+                f"{name} has not served for {span(look.age(engine.down_at))} and {again}; it is {engine.mode} "
+                f"(boot {engine.boot}){last}"
+            )
+            found.append(finding("engine_dead", name, text, engine.down_at))
     return found
 
 
@@ -135,7 +152,9 @@ def _headline(look: Look, cause: Finding | None, symptom: Finding | None) -> str
         return "the log is empty: the run has not begun"
     steps = f"step {model.step}"
     if cause is None:
-        return f"nothing is stuck: {steps} of {look.config.steps}, last event {span(look.age(model.last_at))} ago"
+        down = [each.culprit for each in _down(look)]
+        but = f"; {some(down)} {'does' if len(down) == 1 else 'do'} not serve" if down else ""
+        return f"nothing is stuck: {steps} of {look.config.steps}, last event {span(look.age(model.last_at))} ago{but}"
     since = model.step_at or model.started_at or look.now
     moving = "no refit is committed" if symptom is None and model.step_at else f"no optimizer step since {steps}"
     return f"stuck: {moving}, {span(look.age(since))} ago"

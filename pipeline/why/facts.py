@@ -33,6 +33,12 @@ class Engine(msgspec.Struct):
     mode: str = "starting"
     since: float = 0.0
     reason: str = ""
+    down_at: float | None = None
+    """When it stopped to serve, or began to start; None while it serves."""
+    starts: int = 0
+    """Times that it was started again since it last served, or since its first start."""
+    ended: str = ""
+    """Why it last stopped to serve, or to start."""
 
 
 class Wait(msgspec.Struct, frozen=True):

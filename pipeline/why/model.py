@@ -296,7 +296,13 @@ class Model:
     # --- fleet ---
 
     def _mode(self, engine: str, boot: int, mode: str, at: float, reason: str = "") -> None:
-        self.engines[engine] = Engine(boot, mode, at, reason)
+        known = self.engines.get(engine)
+        if known is None or mode == "serving":
+            self.engines[engine] = Engine(boot, mode, at, reason, None if mode == "serving" else at, ended=reason)
+            return
+        down_at = at if known.down_at is None and mode != "uncertain" else known.down_at
+        starts = known.starts + (mode == "starting")
+        self.engines[engine] = Engine(boot, mode, at, reason, down_at, starts, reason or known.ended)
 
     def _on_engine_ready(self, event: ev.EngineReady, at: float, by: str) -> None:
         self.moved_at = at

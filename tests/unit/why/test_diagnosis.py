@@ -15,7 +15,7 @@ from pipeline.why.model import Model
 from pipeline.why.result import Edge, Evidence, StoreFacts
 from tests.stalls.gallery import PATIENT
 from tests.stalls.scene import BASE, Scene
-from tests.unit.view.story import batch, stepped, trained
+from tests.unit.view.story import Story, batch, booted, committed, stepped, trained
 
 
 def scene_of(arrange: object = None, config: object = BASE, seconds: float = 120.0) -> Scene:
@@ -177,3 +177,55 @@ def test_of_two_engines_the_one_that_fell_ill_is_named_not_the_one_with_its_requ
     assert found.cause is not None
     assert (found.cause.code, found.cause.culprit) == ("engine_hangs", "engine-0")
     assert "3 probes unanswered" in found.cause.text
+
+
+def dead(boot: int) -> events.EngineDead:
+    return events.EngineDead(engine="engine-1", boot=boot, reason="the server exited with status 1")
+
+
+def health(health: events.Health) -> events.EngineHealth:
+    reason = "5 restarts did not help (fleet.restarts)"
+    return events.EngineHealth(engine="engine-1", boot=4, was="dead", health=health, reason=reason, ordered=False)
+
+
+@pytest.mark.parametrize(
+    ("after", "code", "words"),
+    [
+        ([dead(1)], "engine_dead", "and was not started again; it is dead (boot 1)"),
+        (
+            [dead(1), booted("engine-1", 2), dead(2), booted("engine-1", 3)],
+            "engine_dead",
+            "was started again 2 times; it is starting (boot 3); it ended last with: the server exited with status 1",
+        ),
+        ([dead(1), booted("engine-1", 2)], "engine_dead", "was started again 1 time; it is starting (boot 2)"),
+        ([dead(1), health("retired")], "engine_retired", "ago: 5 restarts did not help (fleet.restarts)"),
+    ],
+)
+def test_an_engine_that_does_not_come_back_is_named_while_the_others_go_on(
+    after: list[events.Event], code: str, words: str
+):
+    story = trained(3)
+    for event in after:
+        story.add(event, 10.0)
+    story.add(stepped(4), 20.0)
+    model = Model().apply_all(story.log)
+    found = diagnose(model, BASE, story.now)
+    assert not found.stuck
+    assert found.headline.endswith("; engine-1 does not serve")
+    assert [(each.code, each.culprit) for each in found.also] == [(code, "engine-1")]
+    assert words in found.also[0].text
+    story.add(committed(9, 4, "engine-0", "engine-1"))
+    model.apply(story.log[-1])
+    found = diagnose(model, BASE, story.now + 20.0)
+    assert (found.also, "does not serve" in found.headline) == ((), False)
+
+
+def test_an_engine_that_starts_for_the_first_time_or_was_scaled_away_is_not_missed():
+    story = trained(3)
+    story.add(dead(1))
+    story.add(events.FleetScaled(engines=1))
+    story.add(stepped(4), 60.0)
+    assert diagnose(Model().apply_all(story.log), BASE, story.now).also == ()
+    story = Story()
+    story.add(booted("engine-0"))
+    assert "serve" not in diagnose(Model().apply_all(story.log), BASE, story.now + 20.0).headline
