@@ -28,7 +28,7 @@ from actors.recorder import archive
 from actors.recorder.archive import Writer
 from actors.source.core import FetchedTask
 from contracts.core import Delivered
-from contracts.envelope import decode, encode
+from contracts.envelope import ContractError, decode, encode
 from contracts.events import ActorBooted, TaskIssued
 from pipeline import eventlog, rundir
 from pipeline.errors import Exit, PipelineError
@@ -54,24 +54,27 @@ _encoder = msgspec.msgpack.Encoder()
 def make(run: RunDir, out: Path, *, payloads: bool = False, stacks: bool = True) -> dict[str, Any]:
     """Write the bundle of `run` to `out`; answers what is in it. Raises `PipelineError` if it can't be made.
 
-    With `payloads`, prompts and trajectories are taken along.
+    With `payloads`, prompts and trajectories are taken along. Of a damaged run it takes what can be read, and says
+    under `damage` what could not.
     """
     if out.exists():
         raise PipelineError(f"{out} exists: choose another name, or remove it", Exit.USAGE)
-    scrub = Scrubber()
+    if not out.absolute().parent.is_dir():
+        raise PipelineError(f"{out} can't be written: there is no folder {out.parent}; make it first", Exit.USAGE)
+    scrub, damage = Scrubber(), list[str]()
     with tempfile.TemporaryDirectory(prefix="sluice-bundle-") as scratch:
         folder = Path(scratch) / "run"
         folder.mkdir()
         facts = _facts(run, scrub)
         with _whole(run):
             _texts(run, folder, scrub)
-            _why(run, folder, scrub)
-            _events(run, folder, scrub, payloads=payloads)
-            _journals(run, folder, scrub, payloads=payloads)
+            _events(run, folder, scrub, damage, payloads=payloads)
+            _journals(run, folder, scrub, damage, payloads=payloads)
+            _why(RunDir(folder) if damage else run, folder, scrub)
         if payloads and (run / "payloads").is_dir():
             shutil.copytree(run / "payloads", folder / "payloads", ignore=shutil.ignore_patterns("lock"))
-        facts["stacks"] = _stacks(run, folder) if stacks else "not asked for"
-        facts |= {"payloads": payloads, "hidden": scrub.hits, "format": FORMAT}
+        facts["stacks"] = _stacks(RunDir(folder), folder) if stacks else "not asked for"
+        facts |= {"payloads": payloads, "hidden": scrub.hits, "format": FORMAT, "damage": damage}
         (folder / "bundle.json").write_text(json.dumps(facts, indent=2) + "\n")
         _pack(folder, out)
     return facts
@@ -183,10 +186,18 @@ def _why(run: RunDir, folder: Path, scrub: Scrubber) -> None:
     (folder / "why.json").write_text(scrub.text(msgspec.json.encode(found).decode()) + "\n")
 
 
-def _events(run: RunDir, folder: Path, scrub: Scrubber, *, payloads: bool) -> None:
+def _events(run: RunDir, folder: Path, scrub: Scrubber, damage: list[str], *, payloads: bool) -> None:
+    try:
+        eventlog.check_kept(run)
+    except PipelineError as error:
+        damage.append(str(error))
     with _writer(run, folder, "events") as writer:
-        for entry in archive.read(run.events):
-            envelope = decode(entry.stream, entry.data)
+        for entry in archive.salvage(run.events, damage.append):
+            try:
+                envelope = decode(entry.stream, entry.data)
+            except ContractError as error:
+                damage.append(f"{run.events}: {entry.entry} of {entry.stream} can't be read: {error}")
+                continue
             body = _clean(envelope.body, scrub, entry.data, payloads=payloads)
             data = entry.data
             if body is not envelope.body:
@@ -214,13 +225,14 @@ def _emptied(value: Any) -> Any:
     return value
 
 
-def _journals(run: RunDir, folder: Path, scrub: Scrubber, *, payloads: bool) -> None:
+def _journals(run: RunDir, folder: Path, scrub: Scrubber, damage: list[str], *, payloads: bool) -> None:
     """Journals over the cleaned inputs. Where the core answers as recorded, the hash becomes that of its new answer."""
     config = config_of(run)
     if not (run / "journals").is_dir():
         return
     with _writer(run, folder, "journals") as writer:
-        for name, records in journals.grouped(run).items():
+        for name, found in journals.group(archive.salvage(run / "journals", damage.append)).items():
+            records = _unbroken(name, found, damage)
             track = Track(name, eras_of(name, config, run.info().eras), records, Log([]))
             reader, journal = journals.Reader(track.core), Journal(track.core)
             old = new = track.core.initial()
@@ -236,10 +248,23 @@ def _journals(run: RunDir, folder: Path, scrub: Scrubber, *, payloads: bool) -> 
                 writer.append(f"journal:{name}", f"{record.seq}-0", data)
 
 
+def _unbroken(name: str, records: list[Record], damage: list[str]) -> list[Record]:
+    """The records up to the first that is missing: those behind it can't be replayed."""
+    for place, record in enumerate(records):
+        if record.seq != place + 1:
+            text = f"step {place + 1} of {name} is missing from its journal: the {len(records) - place} steps"
+            damage.append(f"{text} from {record.seq} on are left out")
+            return records[:place]
+    return records
+
+
 @contextlib.contextmanager
 def _writer(run: RunDir, folder: Path, name: str) -> Iterator[Writer]:
     """A new archive, closed at the time at which the run's own one was."""
-    closed = [segment.closed_at for segment in archive.read_index(run / name).segments]
+    try:
+        closed = [segment.closed_at for segment in archive.read_index(run / name).segments]
+    except archive.ArchiveError:
+        closed = []
     writer = Writer(folder / name, 0.0)
     try:
         yield writer

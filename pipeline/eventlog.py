@@ -110,6 +110,21 @@ def archived(run: RunDir, behind: Mapping[str, int] | None = None) -> Iterator[t
         raise PipelineError(message, Exit.FAILED) from error
 
 
+def check_kept(run: RunDir) -> None:
+    """Raises `PipelineError` if this run was recorded and its events are gone. One that has no event yet is whole."""
+    if any(run.events.glob("*.zst")) or (run.events / "index.json").exists() or archive.has_writer(run.events):
+        return
+    told = [f"{name}/" for name in ("journals", "payloads") if any((run / name).glob("*.zst"))]
+    metrics = run / "metrics.jsonl"
+    told += ["metrics.jsonl"] if metrics.is_file() and metrics.stat().st_size else []
+    if told:
+        raise PipelineError(
+            f"{run.events} holds no event, although this run has {' and '.join(told)}: its files were removed. Put "
+            "them back; `pipeline bundle` takes what is left",
+            Exit.FAILED,
+        )
+
+
 def segments(run: RunDir) -> tuple[archive.Segment, ...]:
     """What the index of a run's events says of them. Raises `PipelineError` if it is damaged."""
     try:

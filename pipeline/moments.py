@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime
 
 import msgspec
@@ -11,6 +12,8 @@ from pipeline.errors import Exit, PipelineError
 FORMS = (
     "an entry (1234 or 1234-0), an event's id (trainer:17.0), a time (2026-11-29T14:03:10Z) or +SECONDS since the start"
 )
+
+_SECONDS = re.compile(r"\d{1,12}(\.\d*)?|\.\d+", re.ASCII)
 
 
 class Moment(msgspec.Struct, frozen=True):
@@ -46,10 +49,9 @@ def parse(text: str) -> Moment:
     if head.isascii() and head.isdigit():
         return Moment(position=int(head))
     if text.startswith("+"):
-        try:
-            return Moment(after_s=float(text[1:]))
-        except ValueError:
-            raise _unknown(text) from None
+        if _SECONDS.fullmatch(text[1:]) is None:
+            raise _unknown(text)
+        return Moment(after_s=float(text[1:]))
     if ":" in text and "T" not in text:
         return Moment(id=text)
     try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -209,6 +209,22 @@ def read(
     for path in _unlisted(folder, index):
         for records, _ in _frames(path, None):
             yield from records if streams is None else _pick(records, streams)
+
+
+def salvage(folder: Path, damage: Callable[[str], None]) -> Iterator[Entry]:
+    """What of `read` can be read. `damage` is told of each file that is damaged; what it holds in front counts."""
+    try:
+        index = read_index(folder)
+    except ArchiveError as error:
+        damage(str(error))
+        index = Index()
+    parts = [_closed(folder, segment) for segment in index.segments]
+    parts += [(record for records, _ in _frames(path, None) for record in records) for path in _unlisted(folder, index)]
+    for part in parts:
+        try:
+            yield from part
+        except (ArchiveError, msgspec.DecodeError, OSError) as error:
+            damage(str(error))
 
 
 def _wanted(segment: Segment, streams: Collection[str] | None, behind: Mapping[str, int]) -> bool:

@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from pipeline.errors import Exit, PipelineError, writing
+
+if TYPE_CHECKING:
+    from pipeline.rundir import RunDir
+
+
+def recorded(run: str | None) -> RunDir:
+    """The run that a person means. Raises `PipelineError` if there is none, or its events were removed."""
+    from pipeline import eventlog
+    from pipeline.rundir import RunDir
+
+    found = RunDir.find(run)
+    eventlog.check_kept(found)
+    return found
 
 
 @click.command()
@@ -32,12 +45,11 @@ def log(
 ) -> None:
     """Print a run's events, one JSON object a line, in the order in which they were committed."""
     from pipeline import eventlog, moments
-    from pipeline.rundir import RunDir
     from pipeline.selection import Filter
 
     begin, end = (None if text is None else moments.parse(text) for text in (since, until))
     chosen = Filter(streams, kinds, actors, causes, begin, end)
-    for line in eventlog.lines(RunDir.find(run), chosen, follow=follow):
+    for line in eventlog.lines(recorded(run), chosen, follow=follow):
         sys.stdout.buffer.write(line + b"\n")
         if follow:
             sys.stdout.buffer.flush()
@@ -47,10 +59,9 @@ def log(
 @click.argument("run", required=False)
 def verify(run: str | None) -> None:
     """Hold a run's archived log to the pipeline's promises (docs/reference/invariants.md)."""
-    from pipeline.rundir import RunDir
     from pipeline.verify import verify as check
 
-    directory = RunDir.find(run)
+    directory = recorded(run)
     findings, summary = check(directory)
     if not summary.events:
         raise PipelineError(f"{directory.path} holds no events: nothing was archived", Exit.USAGE)
@@ -71,10 +82,10 @@ def why(run: str | None, until: str | None, now: str | None, patience: float, as
     import msgspec
 
     from pipeline import moments
-    from pipeline.rundir import RunDir, config_of
+    from pipeline.rundir import config_of
     from pipeline.why import load, render
 
-    directory = RunDir.find(run)
+    directory = recorded(run)
     then, at = (moments.parse(text) if text else None for text in (until, now))
     case, found = load.explain(directory, config_of(directory), then, at, patience)
     if as_json:
@@ -101,9 +112,8 @@ def why(run: str | None, until: str | None, now: str | None, patience: float, as
 def replay(run: str | None, **how: Any) -> None:
     """Fold a run once more through its real cores, from the archived journals; no GPU work is done again."""
     from pipeline.replay import command
-    from pipeline.rundir import RunDir
 
-    code, lines = command.run(RunDir.find(run), command.Request(**how))
+    code, lines = command.run(recorded(run), command.Request(**how))
     for line in lines:
         click.echo(line)
     raise click.exceptions.Exit(code)
@@ -121,9 +131,8 @@ def diff(first: str, second: str, as_json: bool) -> None:
     import msgspec
 
     from pipeline import eventlog, parting
-    from pipeline.rundir import RunDir
 
-    runs = [RunDir.find(name) for name in (first, second)]
+    runs = [recorded(name) for name in (first, second)]
     one, two = (eventlog.numbered(run) for run in runs)
     found = parting.compare(one, two, parting.end_of(runs[1]))
     if as_json:
@@ -141,10 +150,9 @@ def diff(first: str, second: str, as_json: bool) -> None:
 @click.option("--open", "show", is_flag=True, help="Open it in the browser.")
 def ui(run: str | None, port: int | None, host: str, show: bool) -> None:
     """Show a run, live or archived, as a web page until Ctrl-C."""
-    from pipeline.rundir import RunDir
     from pipeline.ui import command
 
-    command.run(RunDir.find(run), host, port, show=show)
+    command.run(recorded(run), host, port, show=show)
 
 
 @click.command()
@@ -156,9 +164,8 @@ def trace(run: str | None, out: Path | None) -> None:
 
     from pipeline import eventlog
     from pipeline import trace as tracing
-    from pipeline.rundir import RunDir
 
-    directory = RunDir.find(run)
+    directory = recorded(run)
     target = out or directory / "trace.json"
     made = tracing.chrome(envelope for _, envelope in eventlog.archived(directory))
     with writing(target):
@@ -170,14 +177,14 @@ def trace(run: str | None, out: Path | None) -> None:
 @click.argument("run", required=False)
 def top(run: str | None) -> None:
     """Watch a run on the terminal: actors, engines, streams, plots, events; keys move through time."""
-    from pipeline.rundir import RunDir, config_of
+    from pipeline.rundir import config_of
 
     if not sys.stdout.isatty():
         raise PipelineError("`pipeline top` draws on a terminal; in a pipe use `pipeline log --follow`", Exit.USAGE)
     from pipeline.top.app import Top
     from pipeline.top.feed import Feed
 
-    directory = RunDir.find(run)
+    directory = recorded(run)
     config = config_of(directory)
     Top(Feed(directory, config), config).run()
 
@@ -190,9 +197,9 @@ def top(run: str | None) -> None:
 def export(run: str | None, prometheus: str | None, otlp: str | None, wandb: str | None) -> None:
     """Export a run's figures, live or from its archive, until the run has finished."""
     from pipeline.export import command
-    from pipeline.rundir import RunDir, config_of
+    from pipeline.rundir import config_of
 
-    directory = RunDir.find(run)
+    directory = recorded(run)
     targets = command.Targets(prometheus=prometheus, otlp=otlp, wandb=wandb)
     count = command.run(directory, config_of(directory), targets, click.echo)
     click.echo(f"{count:,} events read")
@@ -219,6 +226,8 @@ def bundle(run: str | None, out: Path | None, payloads: bool, stacks: bool, test
     with writing(target):
         facts = bundling.make(directory, target, payloads=payloads, stacks=stacks)
     click.echo(f"{target}: {target.stat().st_size:,} bytes, {facts['hidden']} secrets hidden")
+    for line in facts["damage"]:
+        click.echo(f"damaged, and left out: {line}")
     click.echo("it holds " + ("prompts and trajectories" if payloads else "no prompts and no trajectories"))
 
 
@@ -227,6 +236,5 @@ def bundle(run: str | None, out: Path | None, payloads: bool, stacks: bool, test
 def report(run: str | None) -> None:
     """Write a run's report.html from its archive."""
     from pipeline import report as reporting
-    from pipeline.rundir import RunDir
 
-    click.echo(reporting.write(RunDir.find(run)))
+    click.echo(reporting.write(recorded(run)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -67,9 +67,13 @@ def read(run: RunDir, streams: Collection[str] | None) -> Iterator[Entry]:
 
 def grouped(run: RunDir, names: Collection[str] | None = None) -> dict[str, list[Record]]:
     """Actor -> its records in order, of `names` or of all. One pass over the archive."""
-    streams = None if names is None else {JOURNAL + name for name in names}
+    return group(read(run, None if names is None else {JOURNAL + name for name in names}))
+
+
+def group(entries: Iterable[Entry]) -> dict[str, list[Record]]:
+    """Actor -> its records in order, of what an archive of journals holds."""
     found: dict[str, list[Record]] = {}
-    for entry in read(run, streams):
+    for entry in entries:
         if entry.stream.startswith(JOURNAL):
             found.setdefault(entry.stream.removeprefix(JOURNAL), []).append(_records.decode(entry.data))
     return found

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
-from story import Story, trained
+from story import Story, trained  # pyright: ignore[reportMissingImports] - pytest puts its folder on the path
 
 from contracts import events
 from contracts.core import Fatal
@@ -77,7 +77,7 @@ def test_versions_are_printed() -> None:
         (["up", "quikstart"], Exit.USAGE, "no recipe 'quikstart'; did you mean quickstart?"),
         (["up", "nowhere.yaml"], Exit.USAGE, "no such file"),
         (["up", "trainer.lrr=1"], Exit.USAGE, "did you mean trainer.lr?"),
-        (["up", "quickstart", "steps=many"], Exit.USAGE, "steps='many': expected a whole number"),
+        (["up", "quickstart", "steps=many"], Exit.USAGE, "steps=many: expected a whole number"),
         (["up", "quickstart", "steps"], Exit.USAGE, "expected key=value"),
         (["up", "model.source=/nowhere"], Exit.MISSING, "model.source=/nowhere: it is not a directory"),
         (["up", "model.source=here", "model.params.layers=2"], Exit.USAGE, "takes none: remove layers"),
@@ -296,6 +296,22 @@ def test_a_damaged_archive_is_named(make_run: Callable[..., RunDir]) -> None:
     result = call("log", str(run.path))
     assert result.exit_code == Exit.FAILED
     assert "000001.zst is missing" in result.output
+
+
+@pytest.mark.parametrize("command", ["log", "why", "trace", "diff", "export", "report", "verify"])
+def test_a_run_whose_events_were_removed_is_not_taken_for_one_without(
+    make_run: Callable[..., RunDir], command: str
+) -> None:
+    words = {"diff": (str(make_run(trained(1), "other").path),)}.get(command, ())
+    run = make_run(trained(1))
+    for path in run.events.iterdir():
+        path.unlink()
+    before = call(command, *words, str(run.path))
+    assert "although" not in before.output  # as if nothing had been recorded yet
+    (run / "metrics.jsonl").write_text('{"step": 1}\n')
+    result = call(command, *words, str(run.path))
+    assert result.exit_code == Exit.FAILED
+    assert f"{run.events} holds no event, although this run has metrics.jsonl" in result.output
 
 
 # --- report and actor ---

@@ -169,6 +169,62 @@ def test_what_a_run_lacks_is_named_and_not_the_place_of_the_bundle(
     assert not (tmp_path / "part.tar.gz").exists()
 
 
+def _flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0xFF
+    path.write_bytes(data)
+
+
+def test_of_a_damaged_run_what_can_be_read_is_taken_and_the_rest_is_named(stalled: RunDir, tmp_path: Path):
+    before = list(archives.read(stalled.events))
+    writer = Writer(stalled.events, 0.0)
+    writer.append("control", f"{int(before[-1].entry[:-2]) + 1}-0", before[-1].data)
+    writer.close(0.0)
+    _flip(stalled.events / "000002.zst", -20)
+    _flip(stalled / "journals" / "000001.zst", 2000)
+    (stalled / "journals" / "index.json").write_text("{")
+    result = CliRunner().invoke(
+        cli.main, ["bundle", str(stalled.path), "--no-stacks", "-o", str(tmp_path / "b.tar.gz")]
+    )
+    assert result.exit_code == 0, result.output
+    said = [line for line in result.output.splitlines() if line.startswith("damaged, and left out: ")]
+    assert len(said) == 2
+    assert "000002.zst is damaged: 0 of 1 records can be read" in said[0]
+    assert "index.json is damaged" in said[1]
+    run = bundle.unpack(tmp_path / "b.tar.gz", tmp_path / "out")
+    assert [entry.entry for entry in archives.read(run.events)] == [entry.entry for entry in before]
+    assert json.loads((run / "bundle.json").read_text())["damage"] == [line.partition(": ")[2] for line in said]
+    assert "drain_tail" in (run / "why.txt").read_text()
+
+
+def test_steps_behind_a_gap_of_a_journal_are_left_out(stalled: RunDir, tmp_path: Path):
+    kept = [e for e in archives.read(stalled / "journals") if e.stream != "journal:buffer" or e.entry != "7-0"]
+    shutil.rmtree(stalled / "journals")
+    writer = Writer(stalled / "journals", 0.0)
+    for entry in kept:
+        writer.append(entry.stream, entry.entry, entry.data)
+    writer.close(0.0)
+    facts = bundle.make(stalled, tmp_path / "b.tar.gz", stacks=False)
+    assert [text[:50] for text in facts["damage"]] == ["step 7 of buffer is missing from its journal: the "]
+    run = bundle.unpack(tmp_path / "b.tar.gz", tmp_path / "out")
+    left = [entry.entry for entry in archives.read(run / "journals", {"journal:buffer"})]
+    assert left == [f"{number}-0" for number in range(1, 7)]
+
+
+def test_a_run_whose_events_are_gone_is_bundled_too(stalled: RunDir, tmp_path: Path):
+    shutil.rmtree(stalled.events)
+    facts = bundle.make(stalled, tmp_path / "b.tar.gz", stacks=False)
+    assert "holds no event, although this run has journals/" in facts["damage"][0]
+    assert list(archives.read(bundle.unpack(tmp_path / "b.tar.gz", tmp_path / "out") / "journals"))
+
+
+def test_a_folder_that_is_not_there_is_not_made(stalled: RunDir, tmp_path: Path):
+    with pytest.raises(PipelineError, match=r"there is no folder .*/nope; make it first") as caught:
+        bundle.make(stalled, tmp_path / "nope" / "b.tar.gz")
+    assert caught.value.code is Exit.USAGE
+    assert not (tmp_path / "nope").exists()
+
+
 def test_nothing_is_overwritten(stalled: RunDir, tmp_path: Path):
     (tmp_path / "b.tar.gz").write_bytes(b"mine")
     with pytest.raises(PipelineError, match="exists"):

@@ -89,7 +89,9 @@ def test_a_run_that_was_interrupted_while_stuck_is_explained_as_it_was_then(stal
     assert "When the run was stopped (interrupted): stuck" in result.output
 
 
-@pytest.mark.parametrize("text", ["soon", "+later", "12-1", "²", "2026-99-99T00:00:00Z"])
+@pytest.mark.parametrize(
+    "text", ["soon", "+later", "+-3", "+nan", "+inf", "+1_0", "+", "12-1", "²", "2026-99-99T00:00:00Z"]
+)
 def test_a_moment_that_is_none_is_refused_with_the_forms(stalled: Path, text: str):
     result = call(str(stalled), "--until", text)
     assert result.exit_code == 2
