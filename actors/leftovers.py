@@ -10,6 +10,7 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 SHARED = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
@@ -18,6 +19,8 @@ BUCKET = "sluice-bucket-"
 """What the name of a bucket's file in `SHARED` begins with."""
 MEETING = "sluice-offer-"
 """What the directory of a socket, under the directory for temporary files, begins with."""
+LOADS = "sglang_loads_*.shm"
+"""Files in `SHARED` in which a server of SGLang counts its load. It holds no lock on them, and leaves them behind."""
 NEW = ".new-"
 """In front of a name until it is locked: nobody else looks at it before."""
 
@@ -65,8 +68,21 @@ class Claim:
 
 def sweep() -> list[Path]:
     """Remove what this user's processes made in `SHARED`, and for sockets, and did not live to remove."""
-    found = [*SHARED.glob(f"{BUCKET}*"), *Path(tempfile.gettempdir()).glob(f"{MEETING}*")]
+    found = [*SHARED.glob(f"{BUCKET}*"), *Path(tempfile.gettempdir()).glob(f"{MEETING}*"), *_unused(SHARED.glob(LOADS))]
     return [path for path in dict.fromkeys(found) if _left(path)]
+
+
+def _unused(paths: Iterable[Path]) -> list[Path]:
+    """Those that no process that can be seen has open; none without /proc."""
+    left = {str(path) for path in paths}
+    if not left or not Path("/proc/self/fd").is_dir():
+        return []
+    for folder in Path("/proc").glob("[0-9]*/fd"):
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):
+                with contextlib.suppress(OSError):
+                    left.discard(os.readlink(folder / name))
+    return [Path(name) for name in left]
 
 
 def _left(path: Path) -> bool:

@@ -82,14 +82,26 @@ class Cluster:
             try:
                 with self._starting():
                     ray.init(**options)
+                if self._reaper is not None and (folder := local_ray.session()) is not None:
+                    self._reaper.remove(folder)
                 return
             except Exception as error:  # a node that is late on a loaded machine is a bare Exception in Ray
                 ray.shutdown()
                 if not remaining:
-                    address = self._config.launch.ray_address
-                    raise PipelineError(
-                        f"Ray can't be started (launch.ray_address={address}): {error}", Exit.FAILED
-                    ) from error
+                    raise PipelineError(self._refused(error), Exit.FAILED) from error
+
+    def _refused(self, error: Exception) -> str:
+        address = self._config.launch.ray_address
+        if self._local:
+            return (
+                f"Ray can't be started here (launch.ray_address=null): {error}. Its logs are in "
+                f"{local_ray.LATEST}/logs; it needs room in /tmp and {STORE_BYTES >> 20} MiB of /dev/shm, and a host "
+                "name that resolves. launch.ray_address=HOST:PORT uses a Ray that runs, launch.mode=external none"
+            )
+        return (
+            f"Ray can't be reached (launch.ray_address={address}): {error}. `ray status --address={address}` tells "
+            "whether it runs and `ray start --head` starts one; leave the setting out for a Ray of the run's own"
+        )
 
     @contextlib.contextmanager
     def _starting(self) -> Iterator[None]:

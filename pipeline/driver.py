@@ -42,6 +42,8 @@ RECORDER_S = 20.0
 """Least time that the recorder gets to finish, whatever the others used up."""
 FRESH_S = 5.0
 """Age up to which an event that was read can't have been trimmed."""
+ABSENT_S = 3.0
+"""Time that an actor without a process gets to come back and leave in order: what it held is in the store."""
 RECORDER = "recorder"
 
 
@@ -221,8 +223,10 @@ class Driver:
         deadline = self._clock.now() + self._config.launch.stop_deadline_s
         await self._post(RunStopping(reason=verdict.reason))
         others = [name for name in self._names if name != RECORDER]
-        self.late = await self._wait(others, deadline)
-        if self.late:
+        self.late = await self._wait(others, deadline, absent=self._clock.now() + ABSENT_S)
+        if self.late and self._clock.now() < deadline:
+            self._reporter.note("not up, and not waited for", actors=self.late)
+        elif self.late:
             self._reporter.note("not left in time", actors=self.late, launch_stop_deadline_s=self._stop_s)
         await self._post(RunFinished(reason=verdict.reason))
         self.late += await self._wait([RECORDER], max(deadline, self._clock.now() + RECORDER_S))
@@ -231,13 +235,23 @@ class Driver:
     def _stop_s(self) -> float:
         return self._config.launch.stop_deadline_s
 
-    async def _wait(self, names: list[str], deadline: float) -> list[str]:
+    async def _wait(self, names: list[str], deadline: float, absent: float | None = None) -> list[str]:
+        """Those that have not left at `deadline`, or at `absent` if none of them has a process any more."""
         while True:
             now = self._clock.now()
             late = await self._processes.wait(names, min(LOOK_S, deadline - now))
             self._reporter.update(self.view, self._clock.now())
             if not late or now >= deadline:
                 return late
+            if absent is not None and now >= absent and not any(map(self._lives, late)):
+                return late
+
+    def _lives(self, name: str) -> bool:
+        """Whether an actor has a process, as far as this host can tell."""
+        if name not in self._processes_of:
+            return False
+        process = self._processes_of[name][1]
+        return not process.here or process.lives
 
     async def _post(self, event: Event) -> str:
         """Append a driver's event; answers its id."""

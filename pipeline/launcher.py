@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from pipeline.view import View
 
 KEPT = 5000
 """Steps, refits and mishaps that the driver's view holds."""
+AGAIN_S = 0.5
+"""A signal that follows the first one sooner is the same once more: `timeout` tells a process, and then its group."""
 
 
 def up(recipe: str, overrides: Sequence[str]) -> Exit:
@@ -73,10 +76,14 @@ class Session:
         self._reporter = reporter(config, self._log)
         self._view = View(keep=KEPT)
         self._driver: Driver | None = None
-        self._signals = 0
+        self._signalled_at: float | None = None
 
     def run(self) -> Exit:
         """Broker, actors, report; everything that was started is ended again."""
+        with _terminated():
+            return self._run()
+
+    def _run(self) -> Exit:
         last = self._replay() if self._resumed else {}
         if self._before is not None and self._config.steps > self._before.steps:
             self._view.training_finished = False
@@ -182,12 +189,15 @@ class Session:
             await bus.close()
 
     def _signalled(self) -> None:
-        """The first signal stops in order. The second ends this process, and with it, at once, whatever it started."""
-        self._signals += 1
+        """The first signal stops in order. A later one ends this process, and with it, at once, whatever it started."""
         assert self._driver is not None
-        if self._signals == 1:
+        now = self._clock.now()
+        if self._signalled_at is None:
+            self._signalled_at = now
             self._reporter.note("stopping in order; press Ctrl-C again to kill the run")
             self._driver.interrupt()
+            return
+        if now - self._signalled_at < AGAIN_S:
             return
         self._reporter.__exit__(None, None, None)
         print(f"killed; resume with: {self._resume_command()}", file=sys.stderr, flush=True)
@@ -229,6 +239,19 @@ class Session:
         width = max(len(name) for name in places)
         for name, place in places.items():
             print(f"{name:<{width}}  {place}")
+
+
+@contextlib.contextmanager
+def _terminated() -> Iterator[None]:
+    """SIGTERM interrupts like Ctrl-C, from the start on; only the main thread can see to that."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _logger(directory: RunDir) -> Any:

@@ -10,10 +10,12 @@ import contextlib
 import importlib
 import inspect
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from pipeline import forked_worker, idle
@@ -37,8 +39,18 @@ AGENT = "_build_python_executable_command_memory_profileable"
 PORTS = ("METRICS_AGENT_PORT_NAME", "METRICS_EXPORT_PORT_NAME", "DASHBOARD_AGENT_LISTEN_PORT_NAME")
 PORTS += ("RUNTIME_ENV_AGENT_PORT_NAME",)
 """Where the node waits for its agents to say that they listen; -1 says that they never will."""
+LATEST = "/tmp/ray/session_latest"
+"""Link to the folder of the Ray that was started last on this host."""
 NODE_S, LOOK_EVERY_S = 30.0, 0.05
 """How long to look for a local Ray's own node, and how often."""
+
+
+def session() -> Path | None:
+    """The folder of the Ray that this process has started, for sockets and Ray's own logs; None if it has none."""
+    from ray._private import worker
+
+    node = getattr(worker, "_global_node", None)
+    return None if node is None else Path(node.get_session_dir_path())
 
 
 @contextlib.contextmanager
@@ -51,6 +63,8 @@ def lean(forks: str | None) -> Iterator[None]:
     wanted: list[tuple[Any, str, Any]] = [(Node, name, lambda *_, **__: None) for name in UNUSED]
     wanted.append((services, "get_node", partial(_get_node, getattr(services, "get_node", None))))
     silent = all(hasattr(_raylet, name) for name in (*PORTS, "persist_port")) and hasattr(services, AGENT)
+    if issubclass(getattr(services, "ConsolePopen", type), subprocess.Popen):
+        wanted.append((services, "ConsolePopen", partial(services.ConsolePopen, start_new_session=True)))
     if silent:
         wanted.append((services, AGENT, lambda *_, **__: [sys.executable, "-I", "-S", idle.__file__]))
     start = partial(_start_raylet, getattr(services, "start_raylet", None), silent=silent, forks=forks is not None)

@@ -2,8 +2,9 @@
 
 The driver marks its environment, which every process below it inherits, and holds the stdin of this program (run by
 path, `python -I -S reaper.py NAME=VALUE LEFTOVERS`, standard library only). When stdin closes, also by SIGKILL of the
-driver, all processes that carry the mark are killed, and LEFTOVERS (a program) removes their files. Needs
-/proc; elsewhere it kills nothing, and Ray's own processes end by themselves within about a minute.
+driver, all processes that carry the mark are killed, LEFTOVERS (a program) removes their files, and the folders go
+whose paths, a line each, came over stdin. Needs /proc; elsewhere it kills nothing, and Ray's own processes end by
+themselves within about a minute.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +37,13 @@ class Reaper:
             env=environment,
             start_new_session=True,
         )
+
+    def remove(self, folder: Path) -> None:
+        """Have this folder removed at the end, when nobody lives who uses it."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # killed: then nobody sweeps
+            self._process.stdin.write(f"{folder}\n".encode())
+            self._process.stdin.flush()
 
     def sweep(self) -> None:
         """Kill what is left now, and wait for that."""
@@ -69,7 +78,8 @@ def sweep(mark: str) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    while sys.stdin.buffer.read(4096):
-        pass
+    folders = sys.stdin.buffer.read().decode().splitlines()
     sweep(sys.argv[1])
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     runpy.run_path(sys.argv[2])["sweep"]()

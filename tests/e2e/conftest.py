@@ -33,7 +33,11 @@ class Run:
         self.output = run_dir.parent / f"{run_dir.name}.out"
         with self.output.open("ab") as sink:
             self.process = subprocess.Popen(
-                [PIPELINE, "up", *words], stdout=sink, stderr=subprocess.STDOUT, env={**os.environ, **(env or {})}
+                [PIPELINE, "up", *words],
+                stdout=sink,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
             )
         self._deadline = time.monotonic() + patience_s
 
@@ -109,8 +113,9 @@ def endless(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     run = Run(path, str(TINY), f"run_dir={path}", "steps=100000", "checkpoint.every=10")
     yield run
     try:
-        run.process.send_signal(signal.SIGINT)
+        os.killpg(run.process.pid, signal.SIGTERM)  # to all of its group, as a service manager and `timeout` do
         assert run.end() == 130, run.tail()
+        assert f"pipeline up --resume {run.path}" in run.tail()
         run.verify()
     finally:
         run.kill()

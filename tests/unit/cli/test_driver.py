@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -300,6 +301,37 @@ async def test_actors_that_do_not_leave_are_named_after_the_deadline() -> None:
     assert scene.driver.late[-1] == "recorder"
     assert scene.clock.time - started < CONFIG.launch.stop_deadline_s + module.RECORDER_S + 2
     assert "not left in time" in scene.screen.notes
+
+
+@pytest.mark.parametrize("comes_back", [False, True])
+async def test_an_actor_without_a_process_holds_the_end_up_for_a_moment_only(comes_back: bool) -> None:
+    """Its predecessor ended, and Ray has not started another yet, or can't; or it has never been up."""
+    scene = Scene()
+
+    def start() -> None:
+        story = Story()
+        for actor in ACTORS[:-2]:
+            gone = events.ActorBooted(actor=actor, boot=1, pid=2**22 + 1, host=socket.gethostname())
+            story.add(gone if actor == "engine-0" else booted(actor))
+        scene.log.put(story)
+        scene.driver.interrupt()
+
+    def obey(event: Event) -> None:
+        scene.obey(event)
+        if isinstance(event, events.RunStopping) and not comes_back:
+            for name in ("engine-0", "engine-1"):
+                del scene.processes.gone[name]
+
+    scene.processes.on_launch = start
+    scene.log.on_post = obey
+    started = scene.clock.time
+    verdict = await scene.run()
+    assert verdict.code is Exit.INTERRUPTED
+    assert scene.driver.late == ([] if comes_back else ["engine-0", "engine-1"])
+    assert ("not up, and not waited for" in scene.screen.notes) is not comes_back
+    assert "not left in time" not in scene.screen.notes
+    assert scene.clock.time - started < module.ABSENT_S + 1.0 < CONFIG.launch.stop_deadline_s
+    assert scene.log.posted()[-1] == "run.finished"
 
 
 async def test_a_failure_of_an_actor_ends_the_run() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from actors import leftovers
 from config.schema import LaunchConfig, RunConfig, TrainerConfig
 from contracts.core import Fatal
 from pipeline import cluster, host, reaper
@@ -167,7 +168,8 @@ def test_a_local_ray_that_is_always_late_and_a_cluster_that_is_not_there_fail_wi
         with pytest.raises(PipelineError, match="timed out during startup") as caught:
             one.start()
         assert caught.value.code is Exit.FAILED
-        assert str(address) in str(caught.value)
+        assert f"launch.ray_address={address or 'null'}" in str(caught.value)
+        assert ("/tmp/ray/session_latest/logs" if address is None else "ray status --address=") in str(caught.value)
         assert late_ray == ["init", "shutdown"] * tries
         one.stop()
 
@@ -196,6 +198,7 @@ import os, subprocess, sys, time
 from pipeline.reaper import MARK, Reaper
 os.environ[MARK] = sys.argv[1]
 reaper = Reaper(sys.argv[1])
+reaper.remove(sys.argv[2])
 child = subprocess.Popen(
     [sys.executable, "-P", "-c",
      "import subprocess, time, uuid; subprocess.Popen(['sleep', '600'], start_new_session=True);"
@@ -209,9 +212,14 @@ time.sleep(600)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
-def test_nothing_outlives_a_driver_that_is_killed() -> None:
+def test_nothing_outlives_a_driver_that_is_killed(tmp_path: Path) -> None:
     mark = f"test-{os.getpid()}-kill"
-    driver = subprocess.Popen([sys.executable, "-P", "-c", FAMILY, mark], stdout=subprocess.PIPE, text=True)
+    session, other = tmp_path / "session_1", tmp_path / "session_2"
+    for folder in (session, other):
+        (folder / "sockets").mkdir(parents=True)
+    driver = subprocess.Popen(
+        [sys.executable, "-P", "-c", FAMILY, mark, str(session)], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert driver.stdout is not None
         claimed = Path(driver.stdout.readline().strip())
@@ -220,9 +228,10 @@ def test_nothing_outlives_a_driver_that_is_killed() -> None:
         driver.send_signal(signal.SIGKILL)
         driver.wait()
         deadline = time.monotonic() + 20
-        while marked(f"{MARK}={mark}") or claimed.exists():
+        while marked(f"{MARK}={mark}") or claimed.exists() or session.exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)
+        assert other.exists(), "what nobody named"
     finally:
         driver.kill()
         driver.wait()
@@ -248,3 +257,17 @@ def test_a_sweep_kills_what_carries_the_mark_and_nothing_else(monkeypatch: pytes
         bystander.wait()
         target.kill()
         target.wait()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_what_a_server_of_sglang_left_is_removed_unless_one_has_it_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leftovers, "SHARED", tmp_path)
+    left, used, other = (tmp_path / name for name in ("sglang_loads_a_1.shm", "sglang_loads_b_2.shm", "loads.shm"))
+    for path in (left, used, other):
+        path.write_bytes(b"SLNS")
+    with used.open("rb"):
+        assert left in (removed := leftovers.sweep())
+        assert used not in removed
+    assert (left.exists(), used.exists(), other.exists()) == (False, True, True)
