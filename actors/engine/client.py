@@ -156,16 +156,25 @@ class HttpEngineClient:
             raise CallError(path, 200, answer.message)
         return answer.message
 
-    async def receive(self, tensors: Sequence[TensorSpec], group: str, version: str | None, timeout: float) -> None:
-        body = _distributed(tensors, group, version, "flattened_bucket")
+    async def receive(
+        self, tensors: Sequence[TensorSpec], group: str, version: str | None, timeout: float, flush: bool = False
+    ) -> None:
+        """POST /update_weights_from_distributed: load one bucket of a broadcast.
+
+        With `flush` the cache is flushed behind it; SGLang dies if requests are held then.
+        """
+        body = _distributed(tensors, group, version, "flattened_bucket") | {"flush_cache": flush}
         await self._update("/update_weights_from_distributed", body, timeout)
 
-    async def take(self, parts: Sequence[str], version: str, timeout: float) -> None:
-        """POST /update_weights_from_tensor: load one bucket of shared memory. `parts`: its place, for each rank."""
+    async def take(self, parts: Sequence[str], version: str, timeout: float, flush: bool = False) -> None:
+        """POST /update_weights_from_tensor: load one bucket of shared memory. `parts`: its place, for each rank.
+
+        With `flush` as `receive` does.
+        """
         body = {
             "serialized_named_tensors": parts,
             "load_format": "flattened_bucket",
-            "flush_cache": False,
+            "flush_cache": flush,
             "abort_all_requests": False,
             "weight_version": version,
             "torch_empty_cache": False,

@@ -45,6 +45,7 @@ class Direct:
         self._client = client
         self._prepared: tuple[Bucket, ...] | None = None
         self._parts: list[Parts] = []
+        self._whole: list[str] | None = None
         self.fallback = ""
         """Why the model goes through SGLang's own loader; empty when it doesn't."""
 
@@ -63,10 +64,16 @@ class Direct:
         answers = await self._tell(told, timeout, tensors=tensors)
         self.fallback = next((answer.fallback for answer in answers if answer.fallback), "")
         self._parts = [answer.parts for answer in answers]
+        self._whole = whole(self._parts, buckets)
         self._prepared = buckets
 
     def checksums(self, answers: Sequence[Answer], buckets: Iterable[Bucket]) -> dict[str, str] | None:
         """The checksum of each tensor, of what all ranks say; None where that can't be told."""
+        sums = answers[0].sums if self._whole is not None and len(answers) == 1 else None
+        if self._whole is not None and sums is not None and len(sums) == len(self._whole):
+            told = {name: value for name, value in zip(self._whole, sums, strict=True) if value is not None}
+            if len(told) == len(sums):
+                return told
         return merged(self._parts, [answer.sums for answer in answers], buckets)
 
     async def broadcast(self, group: str, version: str, timeout: float) -> list[Answer]:
@@ -113,6 +120,14 @@ def inner(timeout: float) -> float:
 def slowest(answers: Iterable[Answer]) -> dict[str, float]:
     """Seconds by phase, of the rank that took longest."""
     return max((answer.phases for answer in answers), key=lambda phases: sum(phases.values()), default={})
+
+
+def whole(parts: Sequence[Parts], buckets: Iterable[Bucket]) -> list[str] | None:
+    """Names of the tensors, in the order of `parts`, if one rank holds each whole and in one part; else None."""
+    sizes = {spec.name: math.prod(spec.shape) for bucket in buckets for spec in bucket.tensors}
+    if len(parts) != 1 or {name: count for name, _, count in parts[0]} != sizes or len(parts[0]) != len(sizes):
+        return None
+    return [name for name, _, _ in parts[0]]
 
 
 def merged(

@@ -68,9 +68,10 @@ class Loading:
                 await self._pause()
         with self.within("receive"):
             await self._receive()
-        with self.within("flush"):
-            if not self._command.hold and not await self._client.flush(FLUSH_S):
-                raise Unfit("Busy", "requests are held: the cache can't be flushed")
+        if not self._flushed_behind:
+            with self.within("flush"):
+                if not self._command.hold and not await self._client.flush(FLUSH_S):
+                    raise Unfit("Busy", "requests are held: the cache can't be flushed")
         with self.within("verify"):
             return self._known(await self._checksums())
 
@@ -106,13 +107,21 @@ class Loading:
         if transport == "nccl":
             await self._client.warm(command.group, self._left())
 
+    @property
+    def _flushed_behind(self) -> bool:
+        """Whether the last bucket's call flushes the cache: SGLang then keeps its allocator's memory, for the next."""
+        return self._config.engine.kind == "sglang" and not self._command.hold
+
     async def _receive(self) -> None:
         command, version = self._command, str(self._command.version)
+        flushes = [self._flushed_behind and bucket is command.buckets[-1] for bucket in command.buckets]
         if self._config.refit.transport == "ipc":
-            await self._take(len(command.buckets), lambda parts, left: self._client.take(parts, version, left))
+            order = iter(flushes)
+            take = self._client.take
+            await self._take(len(flushes), lambda parts, left: take(parts, version, left, next(order)))
             return
-        for bucket in command.buckets:
-            await self._client.receive(bucket.tensors, command.group, version, self._left())
+        for bucket, flush in zip(command.buckets, flushes, strict=True):
+            await self._client.receive(bucket.tensors, command.group, version, self._left(), flush)
 
     async def _take(self, count: int, load: Callable[[Sequence[str], float], Awaitable[None]]) -> None:
         actor, boot = self._context.actor, self._context.boot

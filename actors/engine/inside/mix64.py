@@ -52,9 +52,12 @@ def checksums(tensors: Sequence[torch.Tensor]) -> list[str]:
 
 
 class Mixer:
-    """Computes the sums of the same memory again and again. `unreadable`: pieces that don't begin or end at a word."""
+    """Computes the sums of the same memory again and again. `unreadable`: pieces that don't begin or end at a word.
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    `room`: where a GPU leaves them, int64 [pieces] there; its own if None.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], room: torch.Tensor | None = None) -> None:
         self._pieces = list(pieces)
         self.count = len(self._pieces)
         self.unreadable: set[int] = set()
@@ -77,7 +80,7 @@ class Mixer:
         self._table = None
         if rows:
             self._table = torch.from_numpy(np.concatenate(rows)).to(self._device)
-            self._sums = torch.zeros(len(self._pieces), dtype=torch.int64, device=self._device)
+            self._sums = torch.zeros(self.count, dtype=torch.int64, device=self._device) if room is None else room
 
     def launch(self) -> None:
         """Begin on the current stream of the device, for a `run(launched=True)` later."""
@@ -88,15 +91,15 @@ class Mixer:
             self._sums.zero_()
             _kernel()[(len(self._table),)](self._table, self._sums, CHUNK, BLOCK, K1, K2, K3)
 
-    def run(self, launched: bool = False) -> dict[int, int]:
-        """Sum of each readable piece, by its place. Waits for the device."""
+    def run(self, launched: bool = False, read: Sequence[int] | None = None) -> dict[int, int]:
+        """Sum of each readable piece, by its place. Waits for the device; `read` is what `room` held after that."""
         if not launched:
             self.launch()
         found = {}
         for index, starts in self._slow:
             found[index] = _slowly(self._pieces[index].tensor, starts)
         if self._table is not None:
-            sums = self._sums.tolist()
+            sums = self._sums.tolist() if read is None else read
             slow = {index for index, _ in self._slow}
             found |= {i: sums[i] for i in range(len(sums)) if i not in slow and i not in self.unreadable}
         return {index: found[index] % 2**64 for index in sorted(found)}

@@ -64,7 +64,7 @@ class Receiver:
         self._buckets: list[_Bucket] = []
         self._side: Any = None
         self._memory: tuple[Any, torch.Tensor] | None = None
-        self._views: tuple[torch.Tensor, list[torch.Tensor], list[torch.Tensor]] | None = None
+        self._views: tuple[torch.Tensor, list[tuple[list[torch.Tensor], list[torch.Tensor]]]] | None = None
 
     @property
     def fallback(self) -> str:
@@ -89,10 +89,10 @@ class Receiver:
             self._buckets.append(_Bucket(part, tuple(None if one is None else _bytes(one) for one in targets)))
             start += count
         self._pieces = [(spec, piece) for spec in specs for piece in layout.slices.get(spec.name, ())]
-        self._mixers = [
-            mix64.Mixer([piece for spec in bucket.specs for piece in layout.slices.get(spec.name, ())])
-            for bucket in self._buckets
-        ]
+        of_bucket = [[p for spec in bucket.specs for p in layout.slices.get(spec.name, ())] for bucket in self._buckets]
+        self._room = torch.zeros(len(self._pieces), dtype=torch.int64, device=self._device)
+        rooms = self._room.split([len(pieces) for pieces in of_bucket])
+        self._mixers = [mix64.Mixer(pieces, room) for pieces, room in zip(of_bucket, rooms, strict=True)]
         for mixer in self._mixers:
             mixer.run()  # builds the kernel before anybody waits for it
         self._key = key
@@ -181,10 +181,10 @@ class Receiver:
         try:
             flat = self._open(place, size)
             marks.mark("open")
-            self._copy(flat, specs, starts)
-            marks.mark("load")
-            for mixer in self._mixers:
+            for copy, mixer in zip(self._copies(flat, specs, starts), self._mixers, strict=True):
+                copy()
                 self._beside(mixer)
+            marks.mark("load")
             self._join()
             marks.mark("digest")
             marks.settle(give_up_at)
@@ -192,20 +192,28 @@ class Receiver:
             raise Failed(str(error)) from error
         return marks.seconds()
 
-    def _copy(self, flat: torch.Tensor, specs: Sequence[Spec], starts: Sequence[int]) -> None:
-        """The views of memory that stays open are made once."""
+    def _copies(self, flat: torch.Tensor, specs: Sequence[Spec], starts: Sequence[int]) -> Iterator[Callable[[], None]]:
+        """What copies each bucket. The views of memory that stays open are made once."""
         if self._layout.problem is not None or self._views is None or self._views[0] is not flat:
-            named = [
-                (spec.name, flat[start : start + spec.size].view(spec.dtype).view(spec.shape))
+            tensors = {
+                spec.name: flat[start : start + spec.size].view(spec.dtype).view(spec.shape)
                 for spec, start in zip(specs, starts, strict=True)
-            ]
+            }
             if self._layout.problem is not None:
-                self._load(iter(named))
+                yield lambda: self._load(iter(tensors.items()))
+                yield from [lambda: None] * (len(self._buckets) - 1)
                 return
-            pairs = [(piece.tensor, _part(tensor, piece)) for name, tensor in named for piece in self._slices(name)]
-            self._views = flat, [into for into, _ in pairs], [part for _, part in pairs]
-        with torch.no_grad():
-            torch._foreach_copy_(*self._views[1:])  # pyright: ignore[reportPrivateImportUsage]
+            pairs = [
+                [
+                    (piece.tensor, _part(tensors[spec.name], piece))
+                    for spec in bucket.specs
+                    for piece in self._slices(spec.name)
+                ]
+                for bucket in self._buckets
+            ]
+            self._views = flat, [([into for into, _ in each], [part for _, part in each]) for each in pairs]
+        for into, parts in self._views[1]:
+            yield lambda into=into, parts=parts: _copied(into, parts)
 
     def _slices(self, name: str) -> Sequence[Piece]:
         return self._layout.slices[name]
@@ -242,14 +250,23 @@ class Receiver:
         if self._layout.problem is not None:
             return None
         found: list[str | None] = []
+        launched = self._device.type == "cuda"
+        read = self._room.tolist()
         for mixer in self._mixers:
-            sums = mixer.run(launched=self._device.type == "cuda")
+            own, read = read[: mixer.count], read[mixer.count :]
+            sums = mixer.run(launched, own if launched else None)
             found += [mix64.hexadecimal(sums[i]) if i in sums else None for i in range(mixer.count)]
         return found
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def _copied(into: list[torch.Tensor], parts: list[torch.Tensor]) -> None:
+    if into:
+        with torch.no_grad():
+            torch._foreach_copy_(into, parts)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _part(whole: torch.Tensor, piece: Piece) -> torch.Tensor:

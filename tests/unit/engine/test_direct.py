@@ -13,7 +13,7 @@ import pytest_asyncio
 
 from actors.engine.actor import EngineShell
 from actors.engine.client import CallError, HttpEngineClient
-from actors.engine.direct import Answer, Direct, inner, merged, slowest
+from actors.engine.direct import Answer, Direct, inner, merged, slowest, whole
 from actors.engine.server import Server, attach
 from config.schema import EngineConfig, LaunchConfig, RefitConfig, RunConfig
 from contracts.events import Bucket, EngineDrained, EngineFailed, EngineLoaded, EngineReady, TensorSpec
@@ -40,6 +40,14 @@ def test_parts_on_several_ranks_add_up_and_copies_count_once() -> None:
 def test_a_part_that_is_not_there_or_differs_between_ranks_is_no_digest_of_the_whole() -> None:
     assert merged([[(EMBED, "all", 8), ("b", "left", 4)]], [["07", "01"]], BUCKETS) == {EMBED: f"{7:016x}"}
     assert merged(2 * [[(EMBED, "all", 8)]], [["07"], ["08"]], BUCKETS) == {}
+
+
+def test_of_one_rank_with_whole_tensors_sums_are_taken_as_they_are() -> None:
+    own = [[(EMBED, "all", 8), ("b", "all", 8)]]
+    assert whole(own, BUCKETS) == [EMBED, "b"]
+    assert whole(2 * own, BUCKETS) is None
+    assert whole([[(EMBED, "all", 8), ("b", "left", 4)]], BUCKETS) is None
+    assert whole([[(EMBED, "all", 8), ("b", "left", 8), ("b", "right", 8)]], BUCKETS) is None
 
 
 @pytest.mark.parametrize("sums", [None, [None], []])
@@ -108,7 +116,7 @@ async def test_one_call_takes_everything_with_no_pause_and_tells_its_phases(benc
     parts = [(spec.name, "all", math.prod(spec.shape)) for bucket in SENT for spec in bucket.tensors]
     phases = {"broadcast": 0.25, "digest": 0.5}
     bench.server.receivers["prepare"] = [{"fallback": "", "parts": parts}]
-    bench.server.receivers["broadcast"] = [{"fallback": "", "phases": phases, "sums": len(parts) * ["0a"]}]
+    bench.server.receivers["broadcast"] = [{"fallback": "", "phases": phases, "sums": len(parts) * [f"{10:016x}"]}]
     loaded = await bench.load(1)
     update = "/update_weights_from_distributed"
     assert bench.server.paths() == ["/flush_cache", "/init_weights_update_group", update, update]

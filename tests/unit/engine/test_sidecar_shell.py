@@ -163,6 +163,16 @@ async def test_a_server_that_nobody_else_can_reach_is_not_paused(benches: Benche
         assert not {"/pause_generation", "/continue_generation"} & set(bench.server.paths())
 
 
+async def test_sglangs_cache_is_flushed_by_the_call_that_loads_the_last_bucket(benches: Benches) -> None:
+    settings = config(kind="sglang")
+    async with benches(replace(settings, refit=replace(settings.refit, receiver="sglang"))) as bench:
+        await bench.serve(1)
+        update = "/update_weights_from_distributed"
+        assert bench.server.paths() == ["/flush_cache", "/init_weights_update_group", update, update]
+        assert [body["flush_cache"] for path, body in bench.server.calls if path == update] == [False, True]
+        assert not any(body["torch_empty_cache"] for path, body in bench.server.calls if path == update)
+
+
 async def test_our_own_server_tells_its_digest(benches: Benches) -> None:
     async with benches(config(kind="torch")) as bench:
         assert (await bench.load(1)).digest == digest(dict.fromkeys("abc", "00"))
