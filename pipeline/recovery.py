@@ -70,7 +70,8 @@ class Recovery:
         Every core's state is stored as it is now, so that no journalled step is ever taken again by another core.
         """
         seqs: dict[str, int] = {}
-        for name in sorted(field.decode() for field in await self._link.command("HKEYS", self._keys.seqs)):
+        fields = (field.decode() for field in await self._link.command("HKEYS", self._keys.fences))
+        for name in sorted(field.removesuffix("/seq") for field in fields if field.endswith("/seq")):
             bus = Bus(self._link, self._info.run, name)
             await bus.boot()
             core = core_of(self._config, name)
@@ -192,9 +193,9 @@ class Recovery:
             for at, owner in held.pending:
                 commands.append(["XCLAIM", key, GROUP, owner, 0, f"{at}-0", "RETRYCOUNT", 1, "FORCE", "JUSTID"])
         for actor, (seq, state) in (wanted.states | self._begun(wanted)).items():
-            commands.append(["HSET", keys.seqs, actor, seq])
+            commands.append(["HSET", keys.fences, f"{actor}/seq", seq])
             commands.append(["HSET", keys.snapshot(actor), "seq", seq, "state", state])
-        commands += [["HSET", keys.boots, actor, boot + 1] for actor, boot in wanted.boots.items()]
+        commands += [["HSET", keys.fences, f"{actor}/boot", boot + 1] for actor, boot in wanted.boots.items()]
         commands += [
             ["HSET", keys.cursors, f"{actor}/{stream}", entry]
             for actor, cursors in wanted.cursors.items()

@@ -34,6 +34,7 @@ from pipeline.bus.model import (
     Lease,
     Limits,
     Position,
+    Received,
     Trimmed,
     WorkEntry,
 )
@@ -56,6 +57,7 @@ __all__ = [
     "Limits",
     "PayloadMissing",
     "Position",
+    "Received",
     "RegisterStale",
     "SequenceConflict",
     "TooLarge",

@@ -22,7 +22,7 @@ from pipeline.bus.keys import Keys
 from pipeline.bus.letters import DeadLetters
 from pipeline.bus.link import Link
 from pipeline.bus.lua import Key
-from pipeline.bus.model import Claimed, Commit, Committed, Depth, Followed, Lease, Limits, Trimmed, WorkEntry
+from pipeline.bus.model import Claimed, Commit, Committed, Depth, Followed, Lease, Limits, Received, Trimmed, WorkEntry
 from pipeline.bus.packing import pack, unpack
 from pipeline.bus.reading import Reader, predecessor
 
@@ -51,6 +51,17 @@ class Bus:
         self._link = link
         self._reader = Reader(link, self.keys, actor)
         self.dead = DeadLetters(link, self.keys)
+        self._places = {
+            "fences": Key(self.keys.fences),
+            "cursors": Key(self.keys.cursors),
+            "registers": Key(self.keys.registers),
+            "order": Key(self.keys.order),
+            "tails": Key(self.keys.tails),
+            "released": Key(self.keys.released),
+            "journal": Key(self.keys.journal(actor)),
+            "snapshot": Key(self.keys.snapshot(actor)),
+        }
+        """Keys of every commit."""
 
     @classmethod
     async def connect(
@@ -77,7 +88,7 @@ class Bus:
 
     async def boot(self) -> tuple[int, int]:
         """Start a boot of the actor: (its number, from 1; the last committed sequence number). Fences earlier ones."""
-        boot, seq = await self._link.call(scripts.boot(Key(self.keys.boots), Key(self.keys.seqs), self.actor))
+        boot, seq = await self._link.call(scripts.boot(Key(self.keys.fences), self.actor))
         return boot, seq
 
     async def commit(self, commit: Commit) -> Committed:
@@ -107,16 +118,7 @@ class Bus:
     def _script(self, commit: Commit) -> Any:
         keys = self.keys
         return scripts.commit(
-            boots=Key(keys.boots),
-            seqs=Key(keys.seqs),
-            replies=Key(keys.replies),
-            cursors=Key(keys.cursors),
-            registers=Key(keys.registers),
-            order=Key(keys.order),
-            tails=Key(keys.tails),
-            released=Key(keys.released),
-            journal=Key(keys.journal(self.actor)),
-            snapshot=Key(keys.snapshot(self.actor)),
+            **self._places,
             actor=self.actor,
             boot=commit.boot,
             seq_from=commit.seq_from,
@@ -166,7 +168,7 @@ class Bus:
         Raises Fenced.
         """
         keys = self.keys
-        call = scripts.advance(Key(keys.boots), Key(keys.cursors), self.actor, boot, list(cursors.items()))
+        call = scripts.advance(Key(keys.fences), Key(keys.cursors), self.actor, boot, list(cursors.items()))
         current = await self._link.call(call)
         if current != boot:
             raise Fenced(self.actor, boot, current)
@@ -197,7 +199,16 @@ class Bus:
         Own entries that this process never saw come first (after a boot, a cut connection, a cancelled call), with
         `deliveries` > 1; then new ones. Entries that are gone from the stream are left for `claim_idle` to report.
         """
-        return await self._reader.work(counts, group, block_ms or 0)
+        return (await self.receive(counts, group, {}, block_ms=block_ms)).work
+
+    async def receive(
+        self, counts: Mapping[str, int], group: str, cursors: Mapping[str, str], *, block_ms: int | None
+    ) -> Received:
+        """As `read_work`, and all that lies behind `cursors` of broadcast streams at the moment when the work is ours.
+
+        So every broadcast event that was stored before a work entry is in `news`, or before `cursors`.
+        """
+        return await self._reader.work(counts, group, cursors, block_ms or 0)
 
     async def claim_idle(self, stream: str, group: str, min_idle_ms: int, count: int) -> Claimed:
         """Take over up to `count` entries that nobody renewed for `min_idle_ms`, and learn which are gone for good.

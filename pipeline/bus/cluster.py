@@ -14,11 +14,11 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import MovedError, RedisError
 
 from pipeline.bus.address import Address
-from pipeline.bus.connection import Packed, PackedTCP, PackedTLS
+from pipeline.bus.connection import Lean, LeanTCP, LeanTLS
 from pipeline.bus.keys import Keys
 
 
-class _Routed(Packed):
+class _Routed(Lean):
     """Connects to the master of `slot`, as `nodes` know it. `plain`: arguments of a connection to one node."""
 
     def __init__(self, nodes: tuple[tuple[str, int], ...], slot: int, **plain: Any) -> None:
@@ -61,11 +61,11 @@ class _Routed(Packed):
         raise RedisConnectionError(f"no node of the cluster serves slot {self._slot}")
 
 
-class RoutedConnection(_Routed, PackedTCP):
+class RoutedConnection(_Routed, LeanTCP):
     """Over TCP."""
 
 
-class RoutedSSLConnection(_Routed, PackedTLS):
+class RoutedSSLConnection(_Routed, LeanTLS):
     """Over TLS; certificates are checked against the names that the nodes announce."""
 
 

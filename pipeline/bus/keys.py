@@ -16,12 +16,9 @@ class Keys:
                 f"run name {run!r}: use 1 to 128 letters, digits, '.', '_' or '-', starting with a letter or digit"
             )
         self.prefix = f"sluice:{{{run}}}:"
-        self.boots = f"{self.prefix}boots"
-        """Hash: actor -> boots so far."""
-        self.seqs = f"{self.prefix}seqs"
-        """Hash: actor -> last committed sequence number."""
-        self.replies = f"{self.prefix}replies"
-        """Hash: actor -> what its last commit was answered, for a repeated try."""
+        self.fences = f"{self.prefix}fences"
+        """Hash: "<actor>/boot" -> boots so far, "<actor>/seq" -> last committed sequence number, "<actor>/reply" ->
+        what its last commit was answered, for a repeated try."""
         self.cursors = f"{self.prefix}cursors"
         """Hash: "<actor>/<stream>" -> id of the last broadcast entry taken in."""
         self.registers = f"{self.prefix}registers"

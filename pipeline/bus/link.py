@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import redis.asyncio as aioredis
 import structlog
-from redis.asyncio.connection import ConnectionPool
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel, SentinelConnectionPool
-from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
+from redis.backoff import NoBackoff
 from redis.exceptions import (
     AskError,
     AuthenticationError,
@@ -23,6 +23,7 @@ from redis.exceptions import (
     NoScriptError,
     ReadOnlyError,
     RedisError,
+    ResponseError,
     TryAgainError,
 )
 from redis.exceptions import ConnectionError as RedisConnectionError
@@ -31,7 +32,7 @@ from redis.utils import HIREDIS_AVAILABLE
 
 from pipeline.bus import address, cluster
 from pipeline.bus.address import Address
-from pipeline.bus.connection import PackedSentinel, PackedTCP, PackedTLS, PackedUnix
+from pipeline.bus.connection import LeanSentinel, LeanTCP, LeanTLS, LeanUnix, Pool, SentinelPool
 from pipeline.bus.errors import BusError, BusUnavailable
 from pipeline.bus.lua import Call
 
@@ -67,14 +68,12 @@ class Link:
     """Runs commands and scripts on one client; `outage_s` bounds how long it waits for a store that went away."""
 
     def __init__(self, client: aioredis.Redis, address: Address, outage_s: float) -> None:
-        client.response_callbacks.clear()
         self.server = ""
         """Name and version, once checked."""
         self._client = client
         self._address = address
         self._outage_s = outage_s
         self._slots = asyncio.Semaphore(CONNECTIONS)
-        self._retry = Retry(ExponentialWithJitterBackoff(base=0.02, cap=1.0), -1, _TRANSIENT)
         self._log = structlog.get_logger().bind(store=str(address))
 
     @classmethod
@@ -101,7 +100,7 @@ class Link:
 
     async def command(self, *args: Any, block_ms: int = 0) -> Any:
         """One command; its raw reply."""
-        return await self.run(lambda: self.once(args), block_ms)
+        return (await self.run(lambda: self.once(args), block_ms))[0]
 
     async def call(self, call: Call[R]) -> R:
         """One script; its raw reply."""
@@ -109,72 +108,89 @@ class Link:
 
     async def pipeline(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
         """Several commands in one round trip, in order but not as one transaction; their raw replies."""
-        return await self.run(lambda: self.batch(commands))
+        return await self.run(lambda: self.once(*commands))
 
-    async def once(self, command: Sequence[Any]) -> Any:
-        """One try of a command, for `run`."""
-        return await self._client.execute_command(*command)
+    async def once(self, *commands: Sequence[Any]) -> list[Any]:
+        """One try of commands that are sent together, for `run`; their raw replies. Raises the first error of them."""
+        pool = self._client.connection_pool
+        connection = await pool.get_connection()
+        try:
+            await connection.send_packed_command(connection.pack_commands(commands))
+            replies = [await _reply(connection) for _ in commands]
+        finally:
+            await pool.release(connection)
+        for reply in replies:
+            if isinstance(reply, ResponseError):
+                raise reply
+        return replies
 
     async def evaluate(self, call: Call[Any]) -> Any:
         """One try of a script, for `run`. Its source is sent only if the store doesn't have it."""
         rest = (len(call.keys), *call.keys, *call.args)
         try:
-            return await self._client.execute_command("EVALSHA", call.sha, *rest)
+            (reply,) = await self.once(("EVALSHA", call.sha, *rest))
         except NoScriptError:
-            return await self._client.execute_command("EVAL", call.source, *rest)
-
-    async def batch(self, commands: Sequence[Sequence[Any]]) -> list[Any]:
-        """One try of several commands, for `run`."""
-        async with self._client.pipeline(transaction=False) as pipe:
-            for command in commands:
-                pipe.execute_command(*command)
-            replies = await pipe.execute(raise_on_error=False)
-        for reply in replies:
-            if isinstance(reply, Exception):
-                raise reply
-        return replies
+            (reply,) = await self.once(("EVAL", call.source, *rest))
+        return reply
 
     async def run(self, attempt: Callable[[], Awaitable[T]], block_ms: int = 0) -> T:
         """Try until it works. Raises BusUnavailable after an outage of `outage_s`, BusError if trying won't help."""
-        lost: list[float] = []
-
-        async def failed(error: Exception) -> None:
-            if isinstance(error, (AuthenticationError, AuthorizationError)):
-                raise error
-            now = time.monotonic()
-            if not lost:
-                self._log.warning("store unreachable", error=str(error))
-                lost.append(now)
-            elif now - lost[0] >= self._outage_s:
-                raise BusUnavailable(self._unreachable(error)) from error
-
         reply_s = min(REPLY_S, self._outage_s) + block_ms / 1000
-
-        async def limited() -> T:
-            try:
-                async with asyncio.timeout(reply_s):
-                    return await attempt()
-            except TimeoutError as error:
-                raise RedisTimeoutError(f"no reply within {reply_s:g} s") from error
-
         try:
-            async with contextlib.nullcontext() if block_ms else self._slots:
-                result = await self._retry.call_with_retry(limited, failed)
+            if block_ms:
+                return await self._persist(attempt, reply_s)
+            async with self._slots:
+                return await self._persist(attempt, reply_s)
         except (AuthenticationError, AuthorizationError) as error:
             fix = "correct the user and password in it"
             raise BusError(f"REDIS_URL={self._address}: the store refused the login ({error}): {fix}") from error
         except RedisError as error:
             fixes = (f"; {fix}" for sign, fix in _FIXES.items() if sign in str(error))
             raise BusError(f"REDIS_URL={self._address}: {error}{next(fixes, '')}") from error
-        if lost:
-            self._log.info("store back", outage_s=round(time.monotonic() - lost[0], 3))
-        return result
 
-    def _unreachable(self, error: Exception) -> str:
+    async def _persist(self, attempt: Callable[[], Awaitable[T]], reply_s: float) -> T:
+        """Try, and over an outage try again. A reply that doesn't come within `reply_s` is one."""
+        lost_at: float | None = None
+        tries = 0
+        while True:
+            tries += 1
+            try:
+                async with asyncio.timeout(reply_s):
+                    result = await attempt()
+            except (AuthenticationError, AuthorizationError):
+                raise
+            except (*_TRANSIENT, TimeoutError) as error:
+                now = time.monotonic()
+                why = f"no reply within {reply_s:g} s" if isinstance(error, TimeoutError) else str(error)
+                if lost_at is None:
+                    self._log.warning("store unreachable", error=why)
+                    lost_at = now
+                elif now - lost_at >= self._outage_s:
+                    raise BusUnavailable(self._unreachable(why)) from error
+                await asyncio.sleep(_pause(tries))
+            else:
+                if lost_at is not None:
+                    self._log.info("store back", outage_s=round(time.monotonic() - lost_at, 3))
+                return result
+
+    def _unreachable(self, error: str) -> str:
         return (
             f"REDIS_URL={self._address} could not be reached for {self._outage_s:g} s ({error}): "
             "start that server or correct REDIS_URL; without REDIS_URL an embedded server is used"
         )
+
+
+async def _reply(connection: AbstractConnection) -> Any:
+    """The next reply; an error that leaves the connection usable is one."""
+    try:
+        return await connection.read_response()
+    except ResponseError as error:
+        return error
+
+
+def _pause(tries: int) -> float:
+    """Seconds before the next try: up to 1, drawn so that the actors of a run don't come all at once."""
+    return min(1.0, random.random() * 0.02 * 2 ** min(tries, 10))
 
 
 def client(address: Address, run: str, actor: str) -> aioredis.Redis:
@@ -191,9 +207,8 @@ def client(address: Address, run: str, actor: str) -> aioredis.Redis:
         "max_connections": 1 << 20,
     }
     if address.kind == "unix":
-        pool = ConnectionPool(connection_class=PackedUnix, path=address.path, **common)
-        return aioredis.Redis.from_pool(pool)
-    common |= {"socket_keepalive": True, "connection_class": PackedTLS if address.tls else PackedTCP}
+        return aioredis.Redis.from_pool(Pool(connection_class=LeanUnix, path=address.path, **common))
+    common |= {"socket_keepalive": True, "connection_class": LeanTLS if address.tls else LeanTCP}
     if address.kind == "sentinel":
         login = {
             "username": address.options.get("sentinel_user"),
@@ -201,7 +216,7 @@ def client(address: Address, run: str, actor: str) -> aioredis.Redis:
             "socket_connect_timeout": 5.0,
             "socket_timeout": 5.0,
         }
-        common["connection_class"] = PackedSentinel
+        common |= {"connection_class": LeanSentinel, "connection_pool_class": SentinelPool}
         return Sentinel(list(address.hosts), sentinel_kwargs=login).master_for(address.master, **common)
     if address.tls:
         names = {"ca": "ssl_ca_certs", "cert": "ssl_certfile", "key": "ssl_keyfile"}
@@ -210,7 +225,7 @@ def client(address: Address, run: str, actor: str) -> aioredis.Redis:
         common |= cluster.routing(address, run)
     else:
         ((common["host"], common["port"]),) = address.hosts
-    return aioredis.Redis.from_pool(ConnectionPool(**common))
+    return aioredis.Redis.from_pool(Pool(**common))
 
 
 async def probe(url: str, connect_s: float) -> str:

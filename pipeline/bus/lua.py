@@ -22,31 +22,6 @@ Key = NewType("Key", str)
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_PRELUDE = """\
-local nk, na = 0, 0
-local function _take(kind)
-  if kind == 'k' then
-    nk = nk + 1
-    return KEYS[nk]
-  end
-  na = na + 1
-  return ARGV[na]
-end
-local function _many(shape)
-  local out = {}
-  for i = 1, tonumber(_take('a')) do
-    if #shape == 1 then
-      out[i] = _take(shape)
-    else
-      local row = {}
-      for j = 1, #shape do row[j] = _take(shape:sub(j, j)) end
-      out[i] = row
-    end
-  end
-  return out
-end
-"""
-
 
 class Call(msgspec.Struct, Generic[R], frozen=True):
     """One call of a script, ready to send; `R` is the type of its raw reply."""
@@ -64,28 +39,35 @@ class Script(Generic[P, R]):
     def __init__(self, function: Callable[P, R]) -> None:
         self._signature = inspect.signature(function)
         hints = get_type_hints(function)
-        self._shapes = {name: _shape(hints[name]) for name in self._signature.parameters}
+        shapes = {name: _shape(hints[name]) for name in self._signature.parameters}
+        self._names = frozenset(shapes)
+        self._keys = [name for name, shape in shapes.items() if shape == "k"]
+        self._args = [name for name, shape in shapes.items() if shape == "a"]
+        self._tables = [(name, shape[1:]) for name, shape in shapes.items() if shape[0] == "*"]
         self.name = function.__name__
-        head = "".join(f"local {name} = {_reader(shape)}\n" for name, shape in self._shapes.items())
-        self.source = _PRELUDE + head + textwrap.dedent(function.__doc__ or "").strip() + "\n"
+        self.source = self._head() + textwrap.dedent(function.__doc__ or "").strip() + "\n"
         self.sha = hashlib.sha1(self.source.encode(), usedforsecurity=False).hexdigest()
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Call[R]:
-        bound: dict[str, Any] = dict(zip(self._shapes, args, strict=False)) | kwargs
-        if bound.keys() != self._shapes.keys() or len(args) + len(kwargs) != len(bound):
+        bound: dict[str, Any] = dict(zip(self._signature.parameters, args, strict=False)) | kwargs
+        if bound.keys() != self._names or len(args) + len(kwargs) != len(bound):
             self._signature.bind(*args, **kwargs)  # says what is wrong, and is slow
-        keys: list[str] = []
-        argv: list[str | bytes | int | float] = []
-        for name, shape in self._shapes.items():
-            value = bound[name]
-            if shape[0] != "*":
-                (keys if shape == "k" else argv).append(value)
-                continue
-            argv.append(len(value))
-            for row in value:
-                for kind, cell in zip(shape[1:], row if len(shape) > 2 else (row,), strict=True):
+        keys: list[str] = [bound[name] for name in self._keys]
+        argv: list[str | bytes | int | float] = [bound[name] for name in self._args]
+        for name, kinds in self._tables:
+            rows = bound[name]
+            argv.append(len(rows))
+            for row in rows:
+                for kind, cell in zip(kinds, row if len(kinds) > 1 else (row,), strict=True):
                     (keys if kind == "k" else argv).append(cell)
         return Call(self.name, self.source, self.sha, keys, argv)
+
+    def _head(self) -> str:
+        """Lua that takes the parameters: single keys and arguments by their places, then tables one after the other."""
+        lines = [f"local {name} = KEYS[{place}]" for place, name in enumerate(self._keys, 1)]
+        lines += [f"local {name} = ARGV[{place}]" for place, name in enumerate(self._args, 1)]
+        lines.append(f"local _k, _a = {len(self._keys)}, {len(self._args)}")
+        return "\n".join(lines + [_table(name, kinds) for name, kinds in self._tables]) + "\n"
 
 
 def script(function: Callable[P, R]) -> Script[P, R]:
@@ -93,8 +75,21 @@ def script(function: Callable[P, R]) -> Script[P, R]:
     return Script(function)
 
 
-def _reader(shape: str) -> str:
-    return f"_many('{shape[1:]}')" if shape[0] == "*" else f"_take('{shape}')"
+def _table(name: str, kinds: str) -> str:
+    """Lua that takes a table: its length, then its rows. `_k` and `_a` count the keys and arguments taken so far."""
+    keys, args = kinds.count("k"), kinds.count("a")
+    places = {
+        "k": (f"KEYS[_k + {n}]" for n in range(1, keys + 1)),
+        "a": (f"ARGV[_a + {n}]" for n in range(1, args + 1)),
+    }
+    cells = ", ".join(next(places[kind]) for kind in kinds)
+    return f"""\
+local {name} = {{}}
+_a = _a + 1
+for i = 1, tonumber(ARGV[_a]) do
+  {name}[i] = {cells if len(kinds) == 1 else f"{{{cells}}}"}
+  _k, _a = _k + {keys}, _a + {args}
+end"""
 
 
 def _shape(hint: Any) -> str:

@@ -98,6 +98,13 @@ class Followed(msgspec.Struct, frozen=True):
     gaps: list[Gap]
 
 
+class Received(msgspec.Struct, frozen=True):
+    """Work that is now ours, and what lay behind the cursors then."""
+
+    work: list[WorkEntry]
+    news: Followed
+
+
 class Trimmed(msgspec.Struct, frozen=True):
     """`removed` entries; `first` is the id of the oldest one left, None if the stream is empty."""
 

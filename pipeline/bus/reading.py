@@ -13,8 +13,10 @@ from pipeline.bus import scripts
 from pipeline.bus.keys import Keys
 from pipeline.bus.link import Link
 from pipeline.bus.lua import Key
-from pipeline.bus.model import Claimed, Followed, Gap, WorkEntry
+from pipeline.bus.model import Claimed, Followed, Gap, Received, WorkEntry
 
+ALL = 1_000_000
+"""Entries of each stream: as many as there are."""
 _LOST: Any = object()
 
 
@@ -39,20 +41,23 @@ class Reader:
 
     # --- work ---
 
-    async def work(self, counts: Mapping[str, int], group: str, block_ms: int) -> list[WorkEntry]:
-        """See `Bus.read_work`."""
+    async def work(self, counts: Mapping[str, int], group: str, cursors: Mapping[str, str], block_ms: int) -> Received:
+        """See `Bus.receive`. Both are read by one request: the store answers the second when the first is over."""
         wanted = {stream: count for stream, count in counts.items() if count > 0}
         if not wanted:
-            return []
+            return Received([], Followed([], []))
         deadline = time.monotonic() + block_ms / 1000
         while True:
             if found := await self._again(wanted, group):
-                return found
+                return Received(found, await self.after(cursors, 0, ALL))
             left_ms = max(0, int((deadline - time.monotonic()) * 1000))
-            command = self._group_read(wanted, group, min(wanted.values()), left_ms)
-            reply = await self._sure(wanted, group, lambda command=command: self._link.once(command), left_ms)
-            if reply is not _LOST:
-                return self._delivered(reply, group)
+            commands = [self._group_read(wanted, group, min(wanted.values()), left_ms)]
+            if cursors:
+                commands.append(self._read(cursors, 0, ALL))
+            replies = await self._sure(wanted, group, lambda commands=commands: self._link.once(*commands), left_ms)
+            if replies is not _LOST:
+                work, *news = replies
+                return Received(self._delivered(work, group), self._events(news[0] if news else None, cursors))
 
     async def _again(self, wanted: Mapping[str, int], group: str) -> list[WorkEntry]:
         """Own entries that were never handed out by this process."""
@@ -129,7 +134,7 @@ class Reader:
         if not cursors:
             return Followed([], [])
         reply = await self._link.command(*self._read(cursors, block_ms, count), block_ms=block_ms)
-        return self._events(reply or (), cursors)
+        return self._events(reply, cursors)
 
     def _read(self, cursors: Mapping[str, str], block_ms: int, count: int) -> list[Any]:
         block = ["BLOCK", block_ms] if block_ms else []
@@ -140,7 +145,7 @@ class Reader:
         """Entries of a reply in the order of commits, and what is missing between them and the cursors."""
         entries: list[Entry] = []
         gaps: list[Gap] = []
-        for key, rows in reply:
+        for key, rows in reply or ():
             name = self._name(key)
             cursor = behind = cursors[name]
             missing = None

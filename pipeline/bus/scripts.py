@@ -9,20 +9,19 @@ from pipeline.bus.lua import Key, script
 
 
 @script
-def boot(boots: Key, seqs: Key, actor: str) -> list[int]:
+def boot(fences: Key, actor: str) -> list[int]:
     """
     -- Count a boot of the actor; earlier boots are fenced from now on.
     -- Answers {boot, last committed sequence number}.
-    return {redis.call('HINCRBY', boots, actor, 1), tonumber(redis.call('HGET', seqs, actor) or 0)}
+    local last = redis.call('HGET', fences, actor .. '/seq')
+    return {redis.call('HINCRBY', fences, actor .. '/boot', 1), tonumber(last or 0)}
     """
     ...
 
 
 @script
 def commit(
-    boots: Key,
-    seqs: Key,
-    replies: Key,
+    fences: Key,
     cursors: Key,
     registers: Key,
     order: Key,
@@ -51,13 +50,13 @@ def commit(
     --   {'CONFLICT', last sequence}     the store is not at seq_from
     --   {'LOST', {positions}}           in leases followed by acks, 1-based: entries that are not the actor's
     --   {'STALE', name, value, current} a register would not rise
-    local current = tonumber(redis.call('HGET', boots, actor) or 0)
+    local stored = redis.call('HMGET', fences, actor .. '/boot', actor .. '/seq')
+    local current, last = tonumber(stored[1] or 0), tonumber(stored[2] or 0)
     if current ~= tonumber(boot) then return {'FENCED', current} end
 
-    local last = tonumber(redis.call('HGET', seqs, actor) or 0)
     if last == tonumber(seq_to) then
       local reply = {}
-      for word in redis.call('HGET', replies, actor):gmatch('%S+') do reply[#reply + 1] = word end
+      for word in redis.call('HGET', fences, actor .. '/reply'):gmatch('%S+') do reply[#reply + 1] = word end
       if table.remove(reply, 1) == seq_from then return {'ALREADY', reply} end
     end
     if last ~= tonumber(seq_from) then return {'CONFLICT', last} end
@@ -104,8 +103,8 @@ def commit(
       redis.call('XADD', released, string.format('%.0f-*', redis.call('GET', order) or 0), 'e', release)
     end
     for _, state in ipairs(states) do redis.call('HSET', snapshot, 'seq', seq_to, 'state', state) end
-    redis.call('HSET', seqs, actor, seq_to)
-    redis.call('HSET', replies, actor, seq_from .. ' ' .. table.concat(added, ' '))
+    local reply = seq_from .. ' ' .. table.concat(added, ' ')
+    redis.call('HSET', fences, actor .. '/seq', seq_to, actor .. '/reply', reply)
     return {'OK', added}
     """
     ...
@@ -124,11 +123,11 @@ def post(order: Key, tails: Key, stream: Key, data: bytes) -> bytes:
 
 
 @script
-def advance(boots: Key, cursors: Key, actor: str, boot: int, positions: Sequence[tuple[str, str]]) -> int:
+def advance(fences: Key, cursors: Key, actor: str, boot: int, positions: Sequence[tuple[str, str]]) -> int:
     """
     -- Move cursors forward outside a commit; one that is already further stays, for a commit may have overtaken us.
     -- Answers the current boot; nothing is written unless it is the caller's.
-    local current = tonumber(redis.call('HGET', boots, actor) or 0)
+    local current = tonumber(redis.call('HGET', fences, actor .. '/boot') or 0)
     if current ~= tonumber(boot) then return current end
     local function parts(id)
       local ms, seq = id:match('^(%d+)-(%d+)$')

@@ -8,7 +8,6 @@ the process ends at the first unexpected error, and its successor goes on from s
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import socket
 import threading
@@ -59,7 +58,6 @@ class Runtime:
         self._queued: dict[str, int] = dict.fromkeys(self.core.work, 0)
         self._held: set[Ref] = set()
         self._seen: dict[str, str] = {}
-        self._stored: dict[str, str] = {}
         self._missed: dict[str, str] = {}
         self._announced = 0
         self._payloads: dict[str, bytes] = {}
@@ -104,8 +102,9 @@ class Runtime:
         stored = await self.bus.cursors()
         machine.cursors.update(await self.bus.starts([stream for stream in self.core.watch if stream not in stored]))
         machine.cursors.update({stream: entry for stream, entry in stored.items() if stream in machine.cursors})
-        self._seen, self._stored = dict(machine.cursors), dict(machine.cursors)
+        self._seen = dict(machine.cursors)
         await self.bus.advance(boot, machine.cursors)
+        machine.stored = dict(machine.cursors)
         return machine
 
     async def _turn(self) -> None:
@@ -113,10 +112,7 @@ class Runtime:
         self._wants.set()
         wake = self.core.wake(self.machine.state)
         if not self._inputs:
-            timeout = None if wake is None else max(0.0, wake - self.clock.now())
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    await self._arrived.wait()
+            await self._something(None if wake is None else max(0.0, wake - self.clock.now()))
         if self._failure is not None:
             raise self._failure
         inputs = [self._inputs.popleft() for _ in range(min(BATCH, len(self._inputs)))]
@@ -126,6 +122,15 @@ class Runtime:
             inputs.append(Tick())
         if inputs:
             await self._commit(inputs)
+
+    async def _something(self, seconds: float | None) -> None:
+        """Wait until something has arrived, or for so long."""
+        timer = None if seconds is None else self._loop.call_later(seconds, self._arrived.set)
+        try:
+            await self._arrived.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
 
     async def _commit(self, inputs: list[Any]) -> None:
         """Step through `inputs` and commit the outcome; when leases were lost, step again knowing so."""
@@ -183,6 +188,7 @@ class Runtime:
         """Feed broadcast events."""
         while self._seen:
             await self._found(await self.bus.follow(self._seen, count=256, block_ms=5000))
+            await asyncio.sleep(0)  # the core takes these before the store is asked for more
 
     async def _found(self, found: Followed) -> None:
         await self.report(gap for gap in found.gaps if number(gap.upto) > number(self._seen[gap.stream]))
@@ -232,10 +238,10 @@ class Runtime:
                 self._wants.clear()
                 await self._wants.wait()
                 continue
-            entries = await self.bus.read_work(counts, GROUP, block_ms=1000)
-            if entries:
-                await self._catch_up()
-            await self._take(entries)
+            received = await self.bus.receive(counts, GROUP, dict(self._seen), block_ms=1000)
+            await self._found(received.news)
+            await self._take(received.work)
+            await asyncio.sleep(0)
 
     async def _catch_up(self) -> None:
         """Feed every broadcast event that is in the store by now."""
@@ -283,9 +289,10 @@ class Runtime:
                 if room:
                     await self._claim(stream, room)
             await self._look_for_ends()
-            if self.machine.cursors != self._stored:
-                self._stored = dict(self.machine.cursors)
-                await self.bus.advance(self.machine.identity.boot, self._stored)
+            if self.machine.cursors != self.machine.stored:
+                cursors = dict(self.machine.cursors)
+                await self.bus.advance(self.machine.identity.boot, cursors)
+                self.machine.stored.update(cursors)
 
     async def _claim(self, stream: str, room: int) -> None:
         claimed = await self.bus.claim_idle(stream, GROUP, int(LEASE_S * 1000), room)

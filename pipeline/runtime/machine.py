@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from actors.recorder.ordering import START
 from contracts.core import Ack, Booted, Clock, Core, Delivered, Emit, Raise, Ref, Release
 from contracts.envelope import STREAM_OF, Envelope, encode
 from contracts.events import ActorBooted
@@ -36,8 +37,8 @@ class Identity(msgspec.Struct, frozen=True):
 class Machine:
     """The committed state of a core and how it is advanced.
 
-    `state`, `seq` and `cursors` are what the store knows; an `Attempt` that is not settled leaves no trace. `payload`
-    answers the bytes of an `Emit.payload` handle.
+    `state` and `seq` are what the store knows; an `Attempt` that is not settled leaves no trace. `cursors` may be ahead
+    of the store's, `stored`, over events that were ignored. `payload` answers the bytes of an `Emit.payload` handle.
     """
 
     def __init__(
@@ -56,11 +57,15 @@ class Machine:
         """Size of the last snapshot."""
         self.journal_bytes = 0
         """Of the journal behind it."""
-        self.cursors: dict[str, str] = dict.fromkeys(core.watch, "0-0")
+        self.cursors: dict[str, str] = dict.fromkeys(core.watch, START)
+        self.stored: dict[str, str] = {}
+        """Cursors that are in the store for certain."""
 
     def settle(self, attempt: Attempt) -> None:
         """The commit of `attempt` was applied."""
         self.state, self.seq, self.cursors = attempt.state, attempt.seq, attempt.cursors
+        if attempt.journalled:
+            self.stored = attempt.cursors
         self.journal_bytes += sum(map(len, attempt.commit.journal))
         if attempt.commit.snapshot is not None:
             self.snapshot_seq, self.snapshot_bytes = attempt.seq, len(attempt.commit.snapshot)
@@ -193,7 +198,7 @@ class Attempt:
             payloads=self._blobs,
             adds=self._adds,
             acks=[Lease(ref.stream, GROUP, ref.entry) for ref in self.acked],
-            cursors=[Position(s, c) for s, c in self.cursors.items() if c != "0-0"],
+            cursors=[Position(s, c) for s, c in self.cursors.items() if c != machine.stored.get(s, START)],
             journal=self._journal,
             releases=self._releases,
             snapshot=snapshot,

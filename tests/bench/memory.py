@@ -164,7 +164,7 @@ async def measure(bus: Bus, actors: Sequence[str], events: int, seconds: float) 
     depths = await bus.depths(list(STREAMS), GROUP)
     journals = await bus.depths([f"journal:{actor}" for actor in actors])
     snapshots = [await link.command("HSTRLEN", bus.keys.snapshot(actor), "state") for actor in actors]
-    hashes = [bus.keys.boots, bus.keys.seqs, bus.keys.replies, bus.keys.cursors, bus.keys.registers]
+    hashes = [bus.keys.fences, bus.keys.cursors, bus.keys.registers]
     return Row(
         events=events,
         seconds=seconds,

@@ -156,7 +156,7 @@ async def test_a_commit_of_an_earlier_boot_is_fenced(store: Store) -> None:
 
 async def test_an_emptied_store_fences_everybody(store: Store) -> None:
     bus, boot = await booted(store, "a")
-    await store.command("DEL", "{boots}")
+    await store.command("DEL", "{fences}")
     assert "it was emptied" in str(await refused(store, bus, step(boot, 0), Fenced))
 
 

@@ -407,6 +407,11 @@ async def test_sentinels_name_the_master(tmp_path: Path) -> None:
             await usable(f"redis+sentinel://127.0.0.1:{port},127.0.0.1:{await free_port()}/mine")
             with pytest.raises(BusUnavailable, match="No master found for 'other'"):
                 await usable(f"redis+sentinel://127.0.0.1:{port}/other", connect_s=0.3)
+            bus = await Bus.connect(f"redis+sentinel://127.0.0.1:{port}/mine", "run", actor="a", outage_s=0.3)
+            await bus._link.command("REPLICAOF", "127.0.0.1", "1")
+            with pytest.raises(BusUnavailable, match="previous master is now a slave"):
+                await bus.boot()
+            await bus.close()
 
 
 async def test_a_run_on_a_cluster_follows_its_slot(tmp_path: Path) -> None:
@@ -431,7 +436,8 @@ async def test_a_run_on_a_cluster_follows_its_slot(tmp_path: Path) -> None:
         await bus.commit(step(boot, 1, adds=[("out", b"after")], releases=["p"]))
         found = await bus.read_after({"out": START}, block_ms=None, count=9)
         assert [entry.data for entry in found] == [b"before", b"after"]
-        assert await nodes[1].execute_command("CLUSTER", "COUNTKEYSINSLOT", slot) > 5
+        held: Any = await nodes[1].execute_command("CLUSTER", "COUNTKEYSINSLOT", slot)
+        assert held > 5
         await bus.post("news", b"x")
         assert [entry.data for entry in await reading] == [b"x"]
         await bus.close()
@@ -459,7 +465,8 @@ async def _answer(node: aioredis.Redis, *words: Any) -> Any:
 
 async def _until(node: aioredis.Redis, *words: Any, holds: bytes) -> None:
     for _ in range(600):
-        if holds in await node.execute_command(*words):
+        answer: Any = await node.execute_command(*words)
+        if holds in answer:
             return
         await asyncio.sleep(0.05)
     raise AssertionError(f"{words} never held {holds}")

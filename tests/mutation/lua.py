@@ -34,15 +34,17 @@ class Mutant(msgspec.Struct, frozen=True):
 
 COMMIT = "commit or fenced or emptied or racing or lease or register or snapshot or boot or ack or payload"
 MUTANTS = (
-    Mutant("boot", "each boot gets a number", "redis.call('HINCRBY', boots, actor, 1)", "1", "fenced or boot"),
-    Mutant("boot", "the last sequence is known", "redis.call('HGET', seqs, actor)", "nil", "boot"),
+    Mutant(
+        "boot", "each boot gets a number", "redis.call('HINCRBY', fences, actor .. '/boot', 1)", "1", "fenced or boot"
+    ),
+    Mutant("boot", "the last sequence is known", "redis.call('HGET', fences, actor .. '/seq')", "nil", "boot"),
     # commit: checks
     Mutant("commit", "fence", "if current ~= tonumber(boot) then", "if false then", COMMIT),
     Mutant(
         "commit",
         "emptied store",
-        "redis.call('HGET', boots, actor) or 0",
-        "redis.call('HGET', boots, actor) or boot",
+        "stored[1] or 0",
+        "stored[1] or boot",
         COMMIT,
     ),
     Mutant("commit", "repeated commit", "if last == tonumber(seq_to) then", "if false then", COMMIT),
@@ -67,8 +69,8 @@ MUTANTS = (
     Mutant("commit", "ack", "redis.call('XACK', ack[1], ack[2], ack[3])", "", COMMIT),
     Mutant("commit", "cursor", "redis.call('HSET', cursors, actor", "redis.call('HGET', cursors, actor", COMMIT),
     Mutant("commit", "payload", "redis.call('SET', payload[1], payload[2])", "", COMMIT),
-    Mutant("commit", "sequence kept", "redis.call('HSET', seqs, actor, seq_to)", "", COMMIT),
-    Mutant("commit", "answer kept", "table.concat(added, ' '))", "'')", COMMIT),
+    Mutant("commit", "sequence kept", "actor .. '/seq', seq_to, ", "", COMMIT),
+    Mutant("commit", "answer kept", "table.concat(added, ' ')", "''", COMMIT),
     Mutant("commit", "release below archive", "redis.call('GET', order) or 0", "0", "payload"),
     Mutant("commit", "release before events", "redis.call('GET', order) or 0", "redis.call('GET', order)", "payload"),
     Mutant(

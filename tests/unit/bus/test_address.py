@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import string
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -71,7 +73,7 @@ def test_another_form_is_refused_by_name(url: str, text: str) -> None:
         parse(url)
 
 
-@given(st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=4).map(lambda text: f"<{text}>"))
+@given(st.text(st.sampled_from(string.printable + "ß€漢🔑"), min_size=4).map(lambda text: f"<{text}>"))
 def test_no_password_is_ever_shown(password: str) -> None:
     for url in (
         f"redis://me:{password}@host:x",
@@ -84,7 +86,7 @@ def test_no_password_is_ever_shown(password: str) -> None:
 
 def test_a_client_takes_over_what_the_address_says() -> None:
     tls = client(parse("rediss://me:pass@host:7000/3?ca=/ca&cert=/cert&key=/key"), "run", "name").connection_pool
-    assert tls.connection_class.__name__ == "PackedTLS"
+    assert tls.connection_class.__name__ == "LeanTLS"
     expected = {"host": "host", "port": 7000, "db": 3, "username": "me", "password": "pass", "ssl_ca_certs": "/ca"}
     expected |= {"ssl_certfile": "/cert", "ssl_keyfile": "/key", "protocol": 2}
     assert expected.items() <= tls.connection_kwargs.items()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from redis.asyncio.connection import Connection
 
-from pipeline.bus.connection import PackedTCP
+from pipeline.bus.connection import LeanTCP
 
 
 @pytest.mark.parametrize(
@@ -22,4 +22,4 @@ from pipeline.bus.connection import PackedTCP
     ],
 )
 def test_a_command_is_packed_as_by_redis_py(command: tuple[Any, ...]) -> None:
-    assert b"".join(PackedTCP().pack_command(*command)) == b"".join(Connection().pack_command(*command))
+    assert b"".join(LeanTCP().pack_command(*command)) == b"".join(Connection().pack_command(*command))

@@ -59,7 +59,7 @@ def test_run_names_that_would_break_the_hash_tag_are_refused(run: str) -> None:
 def test_all_keys_of_a_run_share_one_hash_tag() -> None:
     keys = Keys("my-run.1")
     named = [keys.stream("tasks"), keys.journal("a"), keys.snapshot("a"), keys.payload("p"), keys.dead("tasks")]
-    fixed = [keys.boots, keys.seqs, keys.replies, keys.cursors, keys.registers, keys.config, keys.order, keys.tails]
+    fixed = [keys.fences, keys.cursors, keys.registers, keys.config, keys.order, keys.tails]
     assert all(key.startswith("sluice:{my-run.1}:") for key in named + fixed)
-    assert len(set(named + fixed)) == 13
+    assert len(set(named + fixed)) == 11
     assert keys.journal("a") == keys.stream("journal:a")
