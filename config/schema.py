@@ -259,9 +259,10 @@ class RefitConfig(Section, frozen=True, kw_only=True):
     """What takes the weights in a server of engine.kind=sglang: `direct`, a receiver of ours in SGLang's processes, has
     them go straight into the live parameters, in one call, and tells what it holds; `sglang` is SGLang's own, bucket by
     bucket. A model whose layout `direct` can't follow goes through SGLang's loader, and engine.loaded says so."""
-    verify: Literal["digest", "probe", "none"] = "digest"
-    """Before a commit: `digest` compares what each engine holds with what was sent, where the engine can tell; `probe`
-    also has each engine generate for a fixed prompt, and compares their log-probabilities."""
+    verify: Literal["digest", "fleet", "probe", "none"] = "digest"
+    """Before a commit: `digest` compares what each engine holds with what was sent, where the engine can tell; `fleet`
+    also compares what the others hold, by SGLang's own checksums, with each other, which says nothing of a single one;
+    `probe` also has each engine generate for a fixed prompt, and compares their log-probabilities."""
     retry_backoff_s: Seconds = 0.5
     """Pause before the epoch that follows a failed one; doubled at each failure in a row, up to 30 s."""
     failures: Tries = 10

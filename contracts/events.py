@@ -396,7 +396,8 @@ class EngineLoaded(Record, frozen=True, kw_only=True, tag="engine.loaded"):
 
     `probe`: log-probabilities of what it generates greedily for a fixed prompt, with refit.verify=probe. `phases`:
     what `seconds` were spent on, in order. `receiver` is what took the weights, where there is a choice
-    (refit.receiver); `fallback` says why it was not the one that was asked for.
+    (refit.receiver); `fallback` says why it was not the one that was asked for. `fingerprint`: digest of SGLang's own
+    checksums of what its ranks hold, with refit.verify=fleet where there is no `digest`: engines of one layout agree.
     """
 
     epoch: int
@@ -408,6 +409,7 @@ class EngineLoaded(Record, frozen=True, kw_only=True, tag="engine.loaded"):
     phases: tuple[Phase, ...] = ()
     receiver: str = ""
     fallback: str = ""
+    fingerprint: str = ""
 
 
 class EngineFailed(Record, frozen=True, kw_only=True, tag="engine.failed"):

@@ -258,12 +258,14 @@ class EngineShell:
         if wrong is not None:
             return LoadFailed(command.epoch, "manifest", "ManifestMismatch", wrong)
         logprobs: tuple[float, ...] = ()
+        fingerprint = ""
         self._label = None
         pause = self._pause if self._config.engine.kind == "external" else None
         loading = Loading(self._config, self._context, self._client, self._direct, pause, command)
         try:
             async with asyncio.timeout(self._left(command.deadline_at)):
                 held = await loading.run()
+                fingerprint = await loading.fingerprint(held)
                 if self._config.refit.verify == "probe":
                     with loading.within("verify"):
                         logprobs = await self._continuation(command)
@@ -281,7 +283,16 @@ class EngineShell:
         )
         return self._loaded(
             command,
-            Loaded(command.epoch, found, time.monotonic() - started, logprobs, loading.phases, receiver, fallback),
+            Loaded(
+                command.epoch,
+                found,
+                time.monotonic() - started,
+                logprobs,
+                loading.phases,
+                receiver,
+                fallback,
+                fingerprint,
+            ),
         )
 
     def _loaded(self, command: Receive, loaded: Loaded) -> Loaded:

@@ -288,6 +288,7 @@ class EngineCore:
             phases=input.phases,
             receiver=input.receiver,
             fallback=input.fallback,
+            fingerprint=input.fingerprint,
         )
         return replace(state, mode="loaded"), [_emit(loaded, state.epoch)]
 

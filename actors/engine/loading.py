@@ -13,6 +13,7 @@ from actors.engine.state import Receive
 from config.schema import RunConfig
 from contracts.core import Context
 from contracts.events import Phase
+from contracts.weights import digest
 
 CALL_S = 5.0
 """How long the server may take to answer a call that has nothing to wait for; beyond that it counts as hung."""
@@ -133,6 +134,18 @@ class Loading:
             return None
         ranks = await self._client.checksums(self._left(), self._command.checksum)
         return ranks[0] if ranks else None
+
+    async def fingerprint(self, held: dict[str, str] | None) -> str:
+        """Digest of SGLang's own checksums of what its ranks hold, where nothing compares that with what was sent.
+
+        Empty if refit.verify does not ask for it, or the server has no checksums. Raises `CallError`.
+        """
+        if held is not None or self._config.refit.verify != "fleet":
+            return ""
+        with self.within("verify"):
+            ranks = await self._client.checksums(self._left()) or []
+        found = {f"{rank}/{name}": checksum for rank, sums in enumerate(ranks) for name, checksum in sums.items()}
+        return digest(found) if found else ""
 
     def _known(self, held: dict[str, str] | None) -> dict[str, str] | None:
         if held is not None and (wrong := manifest.strangers(set(held), self._command.buckets)) is not None:

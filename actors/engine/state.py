@@ -54,7 +54,7 @@ class DrainFailed(msgspec.Struct, frozen=True, tag="drain_failed"):
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     """Result of `Receive`, for `contracts.events.EngineLoaded`.
 
-    `digest` is empty when the server can't tell, `probe` when it was not asked.
+    `digest` is empty when the server can't tell, `probe` and `fingerprint` when it was not asked.
     """
 
     epoch: int
@@ -64,6 +64,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
     phases: tuple[Phase, ...] = ()
     receiver: str = ""
     fallback: str = ""
+    fingerprint: str = ""
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):

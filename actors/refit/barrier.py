@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from actors.refit.fleet import Fleet
-from actors.refit.outliers import outliers
+from actors.refit.outliers import outliers, strangers
 from actors.refit.state import Barrier, Committed, Gate, Group, Offer, Seat, Turn, Wait
 from config.schema import RefitConfig
 from contracts.core import Emit, Raise
@@ -128,7 +128,7 @@ class Barriers:
         if seat is None or seat.loaded:
             return
         if self.digest_accepted(offer.digest, event.digest):
-            turn.set_seat(seat.engine, loaded=True, probe=event.probe)
+            turn.set_seat(seat.engine, loaded=True, probe=event.probe, fingerprint=event.fingerprint)
             turn.log("engine loaded", engine=event.engine, seconds=event.seconds)
         else:
             reason = f"holds weights of digest {event.digest}, the trainer sent {offer.digest}"
@@ -251,14 +251,16 @@ class Barriers:
                 if not seat.loaded:
                     self.expel(turn, seat, "Deadline", f"did not load {waited}")
         if sent and all(s.loaded for s in turn.barrier.seats):
-            self._compare_probes(turn)
+            self._compare(turn)
         if not turn.barrier.seats:
             self.fail(turn, "verify", "NoEngine", "no engine is left")
         elif sent and all(s.loaded for s in turn.barrier.seats):
             self._commit(turn)
 
-    def _compare_probes(self, turn: Turn) -> None:
-        """Whoever generates unlike the fleet stays out."""
+    def _compare(self, turn: Turn) -> None:
+        """Whoever holds other weights than the fleet, or generates unlike it, stays out."""
+        for seat, reason in strangers(turn.barrier.seats):
+            self.expel(turn, seat, "ChecksumMismatch", reason)
         for seat, reason in outliers(turn.barrier.seats):
             self.expel(turn, seat, "ProbeMismatch", reason)
 

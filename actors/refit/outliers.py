@@ -1,7 +1,8 @@
-"""Who generates unlike the fleet: engines that hold the same weights answer a fixed prompt alike."""
+"""Who is unlike the fleet: engines that hold the same weights have the same checksums, and answer a prompt alike."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from statistics import median
 
@@ -9,6 +10,24 @@ from actors.refit.state import Seat
 
 TOLERANCE = 0.02
 """Most that a log-probability may differ from the fleet's median: kernels differ, versions differ more."""
+
+
+def strangers(seats: Sequence[Seat]) -> list[tuple[Seat, str]]:
+    """The seats that hold other weights than most of as many ranks do, and why; all of them if there is no majority.
+
+    No fingerprint, no opinion; one alone is compared with nobody.
+    """
+    found: list[tuple[Seat, str]] = []
+    for ranks in sorted({s.ranks for s in seats if s.fingerprint}):
+        alike = [s for s in seats if s.fingerprint and s.ranks == ranks]
+        ((usual, most),) = Counter(s.fingerprint for s in alike).most_common(1)
+        if 2 * most > len(alike):
+            reason = f"its weights have other checksums than those of {most} engines of as many ranks"
+            found += [(s, reason) for s in alike if s.fingerprint != usual]
+        else:
+            reason = f"checksums of the weights differ among {len(alike)} engines of as many ranks, without a majority"
+            found += [(s, reason) for s in alike]
+    return found
 
 
 def outliers(seats: Sequence[Seat]) -> list[tuple[Seat, str]]:

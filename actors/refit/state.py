@@ -120,6 +120,7 @@ class Seat(msgspec.Struct, frozen=True):
     drained: bool = False
     loaded: bool = False
     probe: tuple[float, ...] = ()
+    fingerprint: str = ""
 
 
 class Gate(msgspec.Struct, frozen=True):

@@ -48,11 +48,12 @@ class Bench:
         self.refits = Refits(driver)
         self.epoch = 0
 
-    def use(self, transport: Any, receiver: Any = "direct") -> None:
+    def use(self, transport: Any, receiver: Any = "direct", verify: Any = "digest") -> None:
         """From now on weights travel so; the server, which was started for our receiver, has its own too."""
         self.refits.sender.close()
         settings, shell = self.driver.config, self.driver.shell
-        settings = replace(settings, refit=replace(settings.refit, transport=transport, receiver=receiver))
+        refit = replace(settings.refit, transport=transport, receiver=receiver, verify=verify)
+        settings = replace(settings, refit=refit)
         self.driver.config = shell._config = settings
         shell._direct = Direct(shell._client) if receiver == "direct" else None
         self.refits = Refits(self.driver, digests=receiver == "direct")
@@ -145,6 +146,16 @@ async def test_tokens_are_those_of_the_weights_that_were_sent(bench: Bench, tran
         spent = {phase.name: phase.seconds for phase in loaded.phases}
         assert ("load" in spent if transport == "ipc" else "broadcast" in spent) == (receiver == "direct"), spent
         assert 0 < sum(spent.values()) < loaded.seconds
+
+
+async def test_sglangs_checksums_tell_weights_apart_however_they_came(bench: Bench) -> None:
+    found: list[str] = []
+    for transport, seed in (("gloo", 5), ("ipc", 6), ("ipc", 5)):
+        bench.use(transport, "sglang", "fleet")
+        await bench.load(seed)
+        loaded = await bench.driver.event(EngineLoaded, epoch=bench.epoch)
+        found.append(loaded.fingerprint)
+    assert found[0] == found[2] != found[1] != ""
 
 
 async def test_a_drain_lets_what_runs_finish_under_its_old_version(bench: Bench) -> None:

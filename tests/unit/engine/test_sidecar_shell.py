@@ -44,7 +44,7 @@ BUCKETS = (
 LOAD = ["/init_weights_update_group", "/pause_generation", *2 * ["/update_weights_from_distributed"], "/flush_cache"]
 
 
-def config(kind: str = "external", lease_s: float = 30.0, **refit: float) -> RunConfig:
+def config(kind: str = "external", lease_s: float = 30.0, **refit: Any) -> RunConfig:
     return RunConfig(
         engine=EngineConfig(kind=kind, lease_s=lease_s),  # type: ignore[arg-type]
         refit=RefitConfig(**({"deadline_s": 60.0, "drain_deadline_s": 40.0} | refit)),  # type: ignore[arg-type]
@@ -177,6 +177,40 @@ async def test_our_own_server_tells_its_digest(benches: Benches) -> None:
     async with benches(config(kind="torch")) as bench:
         assert (await bench.load(1)).digest == digest(dict.fromkeys("abc", "00"))
         assert bench.server.paths()[-1] == "/weights_checker"
+
+
+@pytest.mark.parametrize(("verify", "asked"), [("fleet", True), ("digest", False), ("none", False)])
+async def test_sglangs_checksums_are_a_fingerprint_of_all_ranks(benches: Benches, verify: Any, asked: bool) -> None:
+    told = {
+        "success": True,
+        "message": "Success.",
+        "ranks": [
+            {"checksums": {"lm_head.weight": "00000000000000ab"}, "per_gpu_checksum": "0", "parallelism_info": {}},
+            {"checksums": {"lm_head.weight": "00000000000000cd"}, "per_gpu_checksum": "1", "parallelism_info": {}},
+        ],
+    }
+    async with benches(config(verify=verify)) as bench:
+        bench.server.answers["/weights_checker"] = (200, told)
+        loaded = await bench.load(1)
+        of_both = digest({"0/lm_head.weight": "00000000000000ab", "1/lm_head.weight": "00000000000000cd"})
+        assert (loaded.digest, loaded.fingerprint) == ("", of_both if asked else "")
+        assert ("/weights_checker" in bench.server.paths()) == asked
+
+
+async def test_a_server_that_can_not_make_checksums_fails_the_load_alone(benches: Benches) -> None:
+    async with benches(config(verify="fleet")) as bench:
+        bench.server.answers["/weights_checker"] = (400, {"success": False, "message": "no"})
+        bench.request(1)
+        await bench.driver.event(EngineDrained, epoch=1)
+        bench.start(1)
+        told = await bench.driver.event(EngineFailed, epoch=1)
+        assert (told.phase, told.error) == ("verify", "CallError")
+
+
+async def test_without_sglangs_checksums_there_is_no_fingerprint(benches: Benches) -> None:
+    async with benches(config(verify="fleet")) as bench:
+        bench.server.answers["/weights_checker"] = (404, {})
+        assert (await bench.load(1)).fingerprint == ""
 
 
 async def test_a_server_without_checksums_has_no_digest(benches: Benches) -> None:

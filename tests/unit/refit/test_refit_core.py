@@ -770,6 +770,44 @@ def test_state_survives_a_snapshot(drive: Drive) -> None:
     assert drive.core.intake(drive.state) == {}
 
 
+# --- checksums of the fleet ------------------------------------------------------------------------------------------
+
+
+def summed(drive: Drive, *fingerprints: str) -> None:
+    """Load every engine, each with the fingerprint of what it holds."""
+    drive.open()
+    drive.drain(tuple(range(len(fingerprints))))
+    said = drive.hear(drive.sent())
+    for number, fingerprint in enumerate(fingerprints):
+        said += drive.hear(msgspec.structs.replace(drive.loaded(number), digest="", fingerprint=fingerprint))
+    drive.said = said
+
+
+@pytest.mark.parametrize("fingerprints", [("a", "a", "a"), ("a", "", "a"), ("", "", ""), ("a", "", "")])
+def test_engines_whose_checksums_agree_are_committed(fingerprints: tuple[str, ...]) -> None:
+    drive = three()
+    summed(drive, *fingerprints)
+    assert len(drive.one(RefitCommitted).engines) == 3
+
+
+def test_an_engine_of_other_checksums_stays_out() -> None:
+    drive = three()
+    summed(drive, "a", "a", "b")
+    cut = drive.one(EngineQuarantined)
+    assert cut.engine == "engine-2"
+    assert "other checksums than those of 2 engines" in cut.reason
+    assert len(drive.one(RefitCommitted).engines) == 2
+
+
+@pytest.mark.parametrize("fingerprints", [("a", "b", ""), ("a", "b", "c")])
+def test_without_a_majority_all_that_differ_stay_out(fingerprints: tuple[str, ...]) -> None:
+    drive = three()
+    summed(drive, *fingerprints)
+    cut = drive.emitted(EngineQuarantined)
+    assert [each.engine for each in cut] == [f"engine-{number}" for number, each in enumerate(fingerprints) if each]
+    assert "without a majority" in cut[0].reason
+
+
 # --- the generation probe --------------------------------------------------------------------------------------------
 
 
