@@ -11,7 +11,7 @@ batches outstanding are those between the trainer's step and the next batch's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -29,7 +29,7 @@ from actors.buffer.state import (
     without,
 )
 from config.schema import RunConfig
-from contracts.core import Ack, Booted, Delivered, Emit, Release, Step, Tick
+from contracts.core import Ack, Booted, Delivered, Emit, Ref, Release, Step, Tick
 from contracts.events import (
     DataLost,
     EngineQuarantined,
@@ -75,19 +75,26 @@ class BufferCore:
         self.max_new_tokens = config.rollout.max_new_tokens
         size = config.eval.groups * config.eval.samples
         self.shape = evals.Shape(config.eval.groups, size, config.buffer.group_deadline_s)
+        self._handlers: Mapping[type, Callable[[State, Any, float], Step[State]]] = {
+            DataLost: self._lost,
+            StepFinished: self._trained,
+            PolicyReady: self._restore,
+            RefitCommitted: self._commit,
+            EngineQuarantined: self._bar,
+            RunStopping: self._stop,
+            RunStarted: self._go_on,
+        }
 
     def initial(self) -> State:
         return State()
 
     def step(self, state: State, input: Any, now: float) -> Step[State]:
-        match input:
-            case Delivered():
-                return self._deliver(state, input, now)
-            case Tick():
-                return self._expire(state, now)
-            case Booted() if state.stopping or state.broken:
-                return self._advance(replace(state, stopping=False, broken=False), now)
-        return state, ()
+        kind = type(input)
+        if kind is Delivered:
+            return self._deliver(state, input, now)
+        if kind is Tick:
+            return self._expire(state, now)
+        return self._go_on(state, input, now) if kind is Booted else (state, ())
 
     def wake(self, state: State) -> float | None:
         times = [next(iter(held.values())).deadline_at for held in (state.open, state.rounds) if held]
@@ -101,37 +108,44 @@ class BufferCore:
         return state.stopping
 
     def _deliver(self, state: State, input: Delivered, now: float) -> Step[State]:
-        match input.envelope.body:
-            case TrajectoryFinished() | SampleFailed() as event:
-                if event.split == "eval":
-                    state, commands = evals.admit(state, event, now, self.shape)
-                else:
-                    state, commands = self._admit(state, event, now)
-                return state, (*commands, Ack(input.ref))
-            case TaskIssued(split="train") as event:
-                return self._issued(state, event, input.ref.entry, now)
-            case DataLost(stream="tasks") as event:
-                return self._tasks_lost(state, event, now)
-            case DataLost(stream="trajectories"):
-                return self._results_lost(state, now)
-            case StepFinished() as event:
-                versions = state.versions | {event.version: event.step}
-                return self._advance(replace(state, trained=event.step, versions=versions), now)
-            case PolicyReady() as event:
-                return self._restore(state, event, now)
-            case RefitCommitted() as event:
-                return self._commit(state, event, now)
-            case EngineQuarantined() as event:
-                lasting = frozenset(s for s in state.sources if (s.engine, s.boot) != (event.engine, event.boot))
-                barred = state.barred | {event.engine: (event.boot, event.epoch)}
-                return replace(state, sources=lasting, barred=barred), ()
-            case RunStopping():
-                return replace(state, stopping=True), ()
-            case RunStarted() if state.stopping or state.broken:
-                return self._advance(replace(state, stopping=False, broken=False), now)
-        return state, ()
+        event = input.envelope.body
+        kind = type(event)
+        if kind is TrajectoryFinished or kind is SampleFailed:
+            return self._result(state, event, input.ref, now)
+        if kind is TaskIssued:
+            return self._issued(state, event, input.ref.entry, now)
+        handle = self._handlers.get(kind)
+        return (state, ()) if handle is None else handle(state, event, now)
+
+    def _result(self, state: State, event: TrajectoriesEvent, ref: Ref, now: float) -> Step[State]:
+        if event.split == "eval":
+            state, commands = evals.admit(state, event, now, self.shape)
+        else:
+            state, commands = self._admit(state, event, now)
+        return state, (*commands, Ack(ref))
+
+    def _go_on(self, state: State, _: Booted | RunStarted, now: float) -> Step[State]:
+        if not (state.stopping or state.broken):
+            return state, ()
+        return self._advance(replace(state, stopping=False, broken=False), now)
+
+    def _stop(self, state: State, _: RunStopping, __: float) -> Step[State]:
+        return replace(state, stopping=True), ()
+
+    def _lost(self, state: State, event: DataLost, now: float) -> Step[State]:
+        if event.stream == "tasks":
+            return self._tasks_lost(state, event, now)
+        return self._results_lost(state, now) if event.stream == "trajectories" else (state, ())
 
     # --- policy and refit ---
+
+    def _trained(self, state: State, event: StepFinished, now: float) -> Step[State]:
+        versions = state.versions | {event.version: event.step}
+        return self._advance(replace(state, trained=event.step, versions=versions), now)
+
+    def _bar(self, state: State, event: EngineQuarantined, _: float) -> Step[State]:
+        lasting = frozenset(s for s in state.sources if (s.engine, s.boot) != (event.engine, event.boot))
+        return replace(state, sources=lasting, barred=state.barred | {event.engine: (event.boot, event.epoch)}), ()
 
     def _restore(self, state: State, event: PolicyReady, now: float) -> Step[State]:
         """The trainer is at `event.step`: what was sampled from versions it has abandoned is not trained on."""
@@ -170,6 +184,8 @@ class BufferCore:
 
     def _issued(self, state: State, task: TaskIssued, entry: str, now: float) -> Step[State]:
         """A task, or samples of it once more, can be taken by a collector from now on."""
+        if task.split != "train":
+            return state, ()
         index = task.index
         if task.only:
             group = state.open.get(index)
@@ -212,38 +228,48 @@ class BufferCore:
         held = state.issued.get(index)
         if held is None:
             return state
+        group = self._group(held, now)
+        return replace(state, issued=without(state.issued, index), open={**state.open, index: group})
+
+    def _group(self, held: Issued, now: float) -> Group:
         task = held.task
         issue = task if self.config.group_policy == "replace" else None
-        group = Group(task.task, task.samples, now + self.config.group_deadline_s, issue=issue, entry=held.entry)
-        return replace(state, issued=without(state.issued, index), open={**state.open, index: group})
+        return Group(task.task, task.samples, now + self.config.group_deadline_s, issue=issue, entry=held.entry)
 
     # --- arrivals ---
 
     def _admit(self, state: State, event: TrajectoriesEvent, now: float) -> Step[State]:
-        index = event.index
-        if index in state.closed or index in state.ready:
+        index, issued = event.index, state.issued
+        if index in state.ready or index in state.closed:
             return state, reject(event, "the group is closed")
-        state = self._begin(state, index, now)
-        group = state.open.get(index) or Group(event.task, event.samples, now + self.config.group_deadline_s)
-        if group.has(event.sample):
+        group = state.open.get(index)
+        if group is None and index in issued:
+            group, issued = self._group(issued[index], now), without(issued, index)
+        elif group is None:
+            group = Group(event.task, event.samples, now + self.config.group_deadline_s)
+        elif group.has(event.sample):
             return state, reject(event, "duplicate: the sample has a result")
-        commands: tuple[Any, ...] = ()
-        reason = refusal(state, event) or self._cut_off(event)
-        group = replace(group, attempts=max(group.attempts, event.attempt))
-        if isinstance(event, TrajectoryFinished) and reason is None:
-            group = with_sample(group, event, state.versions)
-        else:
-            group = replace(group, failed=(*group.failed, event.sample))
-            commands = reject(event, reason or "")
-        state = replace(state, open={**state.open, index: group})
+        group, commands = self._taken(state, group, event)
+        state = replace(state, issued=issued, open={**state.open, index: group})
         if not group.settled():
             return state, commands
         state, completed = self._complete(state, index, now)
         state, advanced = self._advance(state, now)
         return state, (*commands, *completed, *advanced)
 
-    def _cut_off(self, event: TrajectoriesEvent) -> str | None:
-        if self.overlong == "drop" and isinstance(event, TrajectoryFinished) and event.stop_reason == "length":
+    def _taken(self, state: State, group: Group, event: TrajectoriesEvent) -> tuple[Group, tuple[Any, ...]]:
+        """The group with one more result."""
+        if type(event) is TrajectoryFinished:
+            reason = refusal(state, event) or self._cut_off(event)
+            if reason is None:
+                return with_sample(group, event, state.versions), ()
+        else:
+            reason = ""
+        failed = (*group.failed, event.sample)
+        return replace(group, failed=failed, attempts=max(group.attempts, event.attempt)), reject(event, reason)
+
+    def _cut_off(self, event: TrajectoryFinished) -> str | None:
+        if self.overlong == "drop" and event.stop_reason == "length":
             return f"overlong: cut off at rollout.max_new_tokens={self.max_new_tokens}"
         return None
 
@@ -326,7 +352,9 @@ class BufferCore:
             commands += emitted
         state, granted = self.batches.grant(state)
         wait, ended = waits.follow(state.wait, self._lack(state), "buffer", now)
-        return replace(state, wait=wait), (*commands, *granted, *ended)
+        if wait is not state.wait:
+            state = replace(state, wait=wait)
+        return state, (*commands, *granted, *ended)
 
     def _lack(self, state: State) -> str | None:
         """What is waited for: groups, while the trainer has no batch in hand."""
@@ -336,7 +364,8 @@ class BufferCore:
     def _evict(self, state: State, now: float) -> Step[State]:
         step = state.target()
         commands: list[Any] = []
-        for index in [index for index, group in state.ready.items() if group.lag(step) > self.staleness]:
+        eldest = step - self.staleness
+        for index in [i for i, group in state.ready.items() if group.oldest is not None and group.oldest < eldest]:
             state, dropped = self._drop(state, index, "stale", now)
             commands += dropped
         return state, commands

@@ -66,10 +66,13 @@ class Group(msgspec.Struct, frozen=True):
     def missing(self) -> tuple[int, ...]:
         """The samples without a trajectory."""
         there = {sample.sample for sample in self.samples}
-        return tuple(sample for sample in range(self.size) if sample not in there)
+        return tuple([sample for sample in range(self.size) if sample not in there])
 
     def has(self, sample: int) -> bool:
-        return sample in self.failed or any(held.sample == sample for held in self.samples)
+        for held in self.samples:
+            if held.sample == sample:
+                return True
+        return sample in self.failed
 
     def settled(self) -> bool:
         return len(self.samples) + len(self.failed) >= self.size
@@ -82,7 +85,7 @@ class Group(msgspec.Struct, frozen=True):
         return lag_of(self.oldest, step)
 
     def flat(self) -> bool:
-        return len({sample.reward for sample in self.valid()}) < 2
+        return len({sample.reward for sample in self.samples if sample.valid}) < 2
 
 
 class Round(msgspec.Struct, frozen=True):
@@ -139,7 +142,7 @@ def lag_of(oldest: int | None, step: int) -> int:
 
 def refusal(state: State, event: TrajectoriesEvent) -> str | None:
     """Why the sources of a trajectory bar it from the buffer, None if they don't."""
-    if isinstance(event, SampleFailed) or state.sources.issuperset(event.sources):
+    if type(event) is SampleFailed or state.sources.issuperset(event.sources):
         return None
     for source in event.sources:
         if source.version in state.abandoned:
@@ -162,13 +165,19 @@ def reject(event: TrajectoriesEvent, reason: str) -> tuple[Any, ...]:
 
 
 def with_sample(group: Group, event: TrajectoryFinished, versions: Mapping[int, int]) -> Group:
-    used = frozenset(source.version for source in event.sources)
-    oldest = min((versions[version] for version in used), default=None)
-    sample = Sample(event.sample, event.reward, event.valid, event.payload, oldest)
-    group = replace(group, samples=(*group.samples, sample), versions=group.versions | used)
-    if not event.valid or oldest is None or (group.oldest is not None and group.oldest <= oldest):
-        return group
-    return replace(group, oldest=oldest)
+    used, oldest, worst = group.versions, None, group.oldest
+    for source in event.sources:
+        version = source.version
+        step = versions[version]
+        if oldest is None or step < oldest:
+            oldest = step
+        if version not in used:
+            used = used | {version}
+    if event.valid and oldest is not None and (worst is None or oldest < worst):
+        worst = oldest
+    samples = (*group.samples, Sample(event.sample, event.reward, event.valid, event.payload, oldest))
+    attempts = event.attempt if event.attempt > group.attempts else group.attempts
+    return replace(group, samples=samples, versions=used, oldest=worst, attempts=attempts)
 
 
 def with_reward(held: Round, event: TrajectoryFinished, versions: Mapping[int, int]) -> Round:
@@ -183,25 +192,27 @@ def with_reward(held: Round, event: TrajectoryFinished, versions: Mapping[int, i
 
 def candidate(index: int, group: Group, step: int) -> Candidate:
     """A complete group as samplers see it."""
-    rewards = [sample.reward for sample in group.valid()]
+    rewards = [sample.reward for sample in group.samples if sample.valid]
     mean = sum(rewards) / len(rewards)
-    return Candidate(index=index, lag=group.lag(step), reward=mean, valid=len(rewards), flat=group.flat())
+    return Candidate(index=index, lag=group.lag(step), reward=mean, valid=len(rewards), flat=len(set(rewards)) < 2)
 
 
 def group_ref(index: int, group: Group, step: int) -> GroupRef:
     samples = tuple(
-        SampleRef(
-            sample=sample.sample,
-            reward=sample.reward,
-            valid=sample.valid,
-            payload=sample.payload,
-            lag=lag_of(sample.oldest, step),
-        )
-        for sample in group.samples
+        [
+            SampleRef(each.sample, each.reward, each.valid, each.payload, lag_of(each.oldest, step))
+            for each in group.samples
+        ]
     )
     return GroupRef(task=group.task, index=index, samples=samples)
 
 
 def without(held: dict[int, Any], *keys: int) -> dict[int, Any]:
-    """A copy of `held` without `keys`."""
-    return {key: value for key, value in held.items() if key not in keys}
+    """`held` without `keys`: a copy, if it has one of them."""
+    present = [key for key in keys if key in held]
+    if not present:
+        return held
+    rest = held.copy()
+    for key in present:
+        del rest[key]
+    return rest

@@ -7,7 +7,7 @@ waiting to be tried; results for tasks that are no longer ours are thrown away.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -98,31 +98,24 @@ class CollectorCore:
     def __init__(self, config: RolloutConfig, actor: str) -> None:
         self.config = config
         self.actor = actor
+        self._inputs: Mapping[type, Callable[[State, Any, float], Step[State]]] = {
+            SampleDone: self._sample_done,
+            Delivered: self._deliver,
+            SampleProblem: self._sample_problem,
+            GatewayGone: self._gateway_gone,
+            Tick: lambda state, _, now: self._launch(state, now),
+            Booted: lambda state, _, now: self._boot(state, now),
+            LeaseLost: self._lease_lost,
+            Cancelled: lambda state, _, __: (replace(state, cancelled=True) if state.stopping else state, ()),
+            ThreadsStuck: lambda state, input, _: (state, (_restart(input),)),
+        }
 
     def initial(self) -> State:
         return State()
 
     def step(self, state: State, input: Any, now: float) -> Step[State]:
-        match input:
-            case SampleDone():
-                return self._sample_done(state, input, now)
-            case SampleProblem():
-                return self._sample_problem(state, input, now)
-            case GatewayGone():
-                return self._gateway_gone(state, input, now)
-            case Delivered():
-                return self._deliver(state, input, now)
-            case Tick():
-                return self._launch(state, now)
-            case Booted():
-                return self._boot(state, now)
-            case LeaseLost():
-                return self._lease_lost(state, input)
-            case Cancelled() if state.stopping:
-                return replace(state, cancelled=True), ()
-            case ThreadsStuck():
-                return state, (Restart(f"{input.count} threads are stuck: {input.reason}"),)
-        return state, ()
+        handle = self._inputs.get(type(input))
+        return (state, ()) if handle is None else handle(state, input, now)
 
     def wake(self, state: State) -> float | None:
         return min(state.due.values(), default=None) if _able(state) else None
@@ -140,23 +133,22 @@ class CollectorCore:
     # --- life ---
 
     def _deliver(self, state: State, input: Delivered, now: float) -> Step[State]:
-        match input.envelope.body:
-            case TaskIssued() as task if input.ref.entry not in state.open:
-                samples = task.only or range(task.samples)
-                fresh = Open(
-                    ref=input.ref,
-                    task=task,
-                    attempts=dict.fromkeys(samples, task.first_attempt),
-                    waiting=dict.fromkeys(samples, now),
-                )
-                return self._launch(_put(state, fresh), now)
-            case GatewayReady() as ready:
-                return self._gateway_ready(state, ready.url, now)
-            case RunStopping():
-                return replace(state, stopping=True), (CancelAll(),)
-            case RunStarted() if state.stopping:
-                return self._boot(state, now)
-        return state, ()
+        event = input.envelope.body
+        kind = type(event)
+        if kind is TaskIssued:
+            return self._task(state, input.ref, event, now)
+        if kind is GatewayReady:
+            return self._gateway_ready(state, event.url, now)
+        if kind is RunStopping:
+            return replace(state, stopping=True), (CancelAll(),)
+        return self._boot(state, now) if kind is RunStarted and state.stopping else (state, ())
+
+    def _task(self, state: State, ref: Ref, task: TaskIssued, now: float) -> Step[State]:
+        if ref.entry in state.open:
+            return state, ()
+        samples = task.only or range(task.samples)
+        attempts = dict.fromkeys(samples, task.first_attempt)
+        return self._launch(_put(state, Open(ref, task, attempts, dict.fromkeys(samples, now))), now)
 
     def _boot(self, state: State, now: float) -> Step[State]:
         """Nothing runs: roll out again whatever has no result."""
@@ -174,7 +166,7 @@ class CollectorCore:
         state, launched = self._launch(state, now)
         return state, (*commands, *launched)
 
-    def _lease_lost(self, state: State, input: LeaseLost) -> Step[State]:
+    def _lease_lost(self, state: State, input: LeaseLost, _: float) -> Step[State]:
         lost = [ref for ref in input.refs if ref.entry in state.open]
         for ref in lost:
             state = _remove(state, ref.entry)
@@ -184,14 +176,22 @@ class CollectorCore:
         """Hand the samples that are due to the shell, those of one task together."""
         if not _able(state):
             return state, ()
+        entries = [entry for entry, at in state.due.items() if at <= now]
+        if not entries:
+            return state, ()
         commands: list[Any] = []
-        for entry in [entry for entry, at in state.due.items() if at <= now]:
-            task = state.open[entry]
+        held, due = state.open.copy(), state.due.copy()
+        for entry in entries:
+            task = held[entry]
             samples = [sample for sample, at in task.waiting.items() if at <= now]
-            tries = tuple(Try(sample, task.attempts[sample]) for sample in samples)
+            tries = tuple([Try(sample, task.attempts[sample]) for sample in samples])
             commands.append(Rollout(ref=task.ref, task=task.task, tries=tries, url=state.url or ""))
-            state = _put(state, replace(task, waiting=_without(task.waiting, samples)))
-        return state, commands
+            waiting = _without(task.waiting, samples)
+            held[entry] = replace(task, waiting=waiting)
+            del due[entry]
+            if waiting:
+                due[entry] = min(waiting.values())
+        return replace(state, open=held, due=due), commands
 
     # --- gateway ---
 
@@ -240,7 +240,9 @@ class CollectorCore:
     def _sample_done(self, state: State, input: SampleDone, now: float) -> Step[State]:
         if not _current(state, input.ref, input):
             return state, (Discard(input.handle),)
-        state, ended = self._end_outage(state, now)
+        ended: tuple[Any, ...] = ()
+        if state.outage is not None:
+            state, ended = self._end_outage(state, now)
         task = state.open[input.ref.entry].task
         key = f"traj:{task.index}:{input.sample}:{self.actor}:{state.serial}"
         event = TrajectoryFinished(
@@ -262,7 +264,7 @@ class CollectorCore:
             stop_reason=input.stop_reason,
         )
         emit = Emit(event, payload=input.handle, lease=input.ref, correlation=task.task)
-        state, acks = _settle(replace(state, serial=state.serial + 1), input.ref, input.sample)
+        state, acks = _settle(state, input.ref, input.sample, state.serial + 1)
         return state, (*ended, emit, *acks)
 
     def _sample_problem(self, state: State, input: SampleProblem, now: float) -> Step[State]:
@@ -295,7 +297,7 @@ class CollectorCore:
             reason=reason,
             split=held.task.split,
         )
-        state, acks = _settle(state, ref, sample)
+        state, acks = _settle(state, ref, sample, state.serial)
         return state, (Emit(event, lease=ref, correlation=held.task.task), *acks)
 
 
@@ -319,28 +321,40 @@ def _wait(state: State, ref: Ref, until: Mapping[int, float]) -> State:
     return _put(state, replace(task, waiting={**task.waiting, **until}))
 
 
-def _settle(state: State, ref: Ref, sample: int) -> Step[State]:
-    """The sample has its result; with the last one the task is done."""
-    task = state.open[ref.entry]
-    attempts = _without(task.attempts, (sample,))
+def _restart(input: ThreadsStuck) -> Restart:
+    return Restart(f"{input.count} threads are stuck: {input.reason}")
+
+
+def _settle(state: State, ref: Ref, sample: int, serial: int) -> Step[State]:
+    """The sample has its result; with the last one the task is done. `serial`: payload keys made so far."""
+    task, done = state.open[ref.entry], (sample,)
+    attempts = _without(task.attempts, done)
     if not attempts:
-        return _remove(state, ref.entry), (Ack(ref),)
-    waiting, failures = _without(task.waiting, (sample,)), _without(task.failures, (sample,))
-    return _put(state, replace(task, attempts=attempts, waiting=waiting, failures=failures)), ()
+        return _remove(state, ref.entry, serial), (Ack(ref),)
+    waiting, failures = _without(task.waiting, done), _without(task.failures, done)
+    return _put(state, replace(task, attempts=attempts, waiting=waiting, failures=failures), serial), ()
 
 
-def _put(state: State, task: Open) -> State:
-    entry = task.ref.entry
-    due = _without(state.due, (entry,))
+def _put(state: State, task: Open, serial: int | None = None) -> State:
+    entry, due = task.ref.entry, state.due
+    if task.waiting or entry in due:
+        due = due.copy()
+        due.pop(entry, None)
     if task.waiting:
         due[entry] = min(task.waiting.values())
-    return replace(state, open={**state.open, entry: task}, due=due)
+    return replace(state, open={**state.open, entry: task}, due=due, serial=state.serial if serial is None else serial)
 
 
-def _remove(state: State, entry: str) -> State:
-    return replace(state, open=_without(state.open, (entry,)), due=_without(state.due, (entry,)))
+def _remove(state: State, entry: str, serial: int | None = None) -> State:
+    rest, due = _without(state.open, (entry,)), _without(state.due, (entry,))
+    return replace(state, open=rest, due=due, serial=state.serial if serial is None else serial)
 
 
-def _without(held: Mapping[Any, Any], keys: Iterable[Any]) -> dict[Any, Any]:
-    gone = frozenset(keys)
-    return {key: value for key, value in held.items() if key not in gone}
+def _without(held: dict[Any, Any], keys: Iterable[Any]) -> dict[Any, Any]:
+    """A copy of `held` without `keys`; `held` itself if it has none of them."""
+    rest = held
+    for key in keys:
+        if key in rest:
+            rest = rest.copy() if rest is held else rest
+            del rest[key]
+    return rest
