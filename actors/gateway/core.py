@@ -10,24 +10,32 @@ of the next commit too; those engines say which version sampled which token.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from actors.gateway.faults import (
+    Outcome,
+    abort,
+    avoid,
+    dead,
+    leave,
+    quarantined,
+    rebooted,
+    refuse,
+    stop,
+)
 from actors.gateway.state import (
     AbortAll,
-    AbortCall,
     Address,
     Announce,
     Answered,
     Arrived,
-    Avoided,
     Call,
     CallFailed,
     Commit,
     Drain,
-    FailKind,
     InFlight,
     Left,
     Listening,
@@ -38,8 +46,8 @@ from actors.gateway.state import (
     boot_prefix,
     cause_of,
     ended,
+    finished,
     gate,
-    gone,
     holding,
     home_of,
     housed,
@@ -70,9 +78,6 @@ ABORT_SHARE, END_SHARE = 0.7, 0.9
 """Parts of the drain deadline after which calls are aborted and cut off; the rest is for the engines' own proof."""
 GRACE_MAX_S = 5.0
 """Longest a call may take to end after the abort of its request; less where a drain is shorter."""
-BACKOFF_S, BACKOFF_MAX_S = 0.25, 5.0
-"""How long an engine is left alone after its first failure in a row, and at most."""
-Outcome = tuple[State, list[Any]]
 _replace = msgspec.structs.replace
 
 
@@ -89,6 +94,26 @@ class GatewayCore:
         self._retries = gateway.retries
         self._refit = refit
         self._grace = min(GRACE_MAX_S, (END_SHARE - ABORT_SHARE) * refit.drain_deadline_s)
+        self._inputs: Mapping[type, Callable[[State, Any, float], Outcome]] = {
+            Delivered: self._event,
+            Arrived: arrived,
+            Answered: self._answered,
+            CallFailed: self._failed,
+            Left: self._left,
+            Booted: self._booted,
+            Listening: self._listening,
+        }
+        self._events: Mapping[type, Callable[[State, Any, float], Outcome]] = {
+            RefitRequested: self._requested,
+            RefitCommitted: self._committed,
+            EngineReady: self._ready,
+            EngineQuarantined: quarantined,
+            EngineDead: dead,
+            ActorBooted: rebooted,
+            GatewayReady: self._current,
+            RunStarted: stop,
+            RunStopping: stop,
+        }
 
     def initial(self) -> State:
         return State()
@@ -108,58 +133,46 @@ class GatewayCore:
         return min(times, default=None)
 
     def step(self, state: State, input: Any, now: float) -> tuple[State, Sequence[Any]]:
-        state, commands = self._consume(state, input, now)
-        for settle in (self._expire, self._drain, self._dispatch, self._report, self._waits):
-            state, more = settle(state, now)
-            commands += more
+        handle = self._inputs.get(type(input))
+        state, commands = (state, []) if handle is None else handle(state, input, now)
+        if state.expire_at is not None and now >= state.expire_at:
+            state, commands = _then(commands, self._expire(state, now))
+        if state.drain is not None:
+            state, commands = _then(commands, self._drain(state, state.drain, now))
+        if state.waiting:
+            state, commands = _then(commands, self._dispatch(state, now))
+        if state.drain is not None:
+            state, commands = _then(commands, self._report(state, state.drain, now))
+        if state.waiting or state.waits or state.drain is not None:
+            state, commands = _then(commands, self._waits(state, now))
         return state, commands
 
-    def _consume(self, state: State, input: Any, now: float) -> Outcome:
-        match input:
-            case Delivered():
-                return self._event(state, input.envelope.body, now)
-            case Arrived():
-                return arrived(state, input, now), []
-            case Answered() if input.call in state.calls:
-                return self._answered(state, input, now)
-            case CallFailed() if input.call in state.calls:
-                return self._failed(state, input, now)
-            case Left() if input.request in state.requests:
-                return _leave(state, input.request, now + self._grace)
-            case Booted():
-                return self._booted(state, input.boot)
-            case Listening():
-                return state, [Emit(GatewayReady(gateway=self._actor, boot=state.boot, url=input.url))]
-        return state, []
+    def _event(self, state: State, input: Delivered, now: float) -> Outcome:
+        event = input.envelope.body
+        handle = self._events.get(type(event))
+        return (state, []) if handle is None else handle(state, event, now)
 
-    def _event(self, state: State, event: Any, now: float) -> Outcome:
-        match event:
-            case RefitRequested() if event.epoch > state.epoch:
-                return self._requested(state, event, now), []
-            case RefitCommitted() if event.epoch > (state.committed.epoch if state.committed else 0):
-                return self._committed(state, event, now)
-            case EngineReady():
-                avoided = without(state.avoided, event.engine)
-                addresses = {**state.addresses, event.engine: Address(event.boot, event.url)}
-                return _replace(state, addresses=addresses, avoided=avoided), []
-            case EngineQuarantined():
-                return _lose(state, event.engine, event.boot, now)
-            case EngineDead():
-                return _lose(_forget(state, event.engine, event.boot), event.engine, event.boot, now)
-            case ActorBooted():
-                return _lose(_forget(state, event.actor, event.boot - 1), event.actor, event.boot - 1, now)
-            case GatewayReady() if (event.gateway, event.boot) == (self._actor, state.boot):
-                return _replace(state, current=True), []
-            case RunStarted() | RunStopping():
-                return _replace(state, stopping=isinstance(event, RunStopping)), []
-        return state, []
+    def _ready(self, state: State, event: EngineReady, _: float) -> Outcome:
+        avoided = without(state.avoided, event.engine)
+        addresses = {**state.addresses, event.engine: Address(event.boot, event.url)}
+        return _replace(state, addresses=addresses, avoided=avoided), []
 
-    def _booted(self, state: State, boot: int) -> Outcome:
+    def _current(self, state: State, event: GatewayReady, _: float) -> Outcome:
+        mine = (event.gateway, event.boot) == (self._actor, state.boot)
+        return _replace(state, current=True) if mine else state, []
+
+    def _listening(self, state: State, input: Listening, _: float) -> Outcome:
+        return state, [Emit(GatewayReady(gateway=self._actor, boot=state.boot, url=input.url))]
+
+    def _left(self, state: State, input: Left, now: float) -> Outcome:
+        return leave(state, input.request, now + self._grace) if input.request in state.requests else (state, [])
+
+    def _booted(self, state: State, input: Booted, _: float) -> Outcome:
         """The connections of the boot before are gone; what it started on engines is of use to nobody."""
         ghosts = (*state.ghosts, state.boot) if state.boot else ()
         state = _replace(
             state,
-            boot=boot,
+            boot=input.boot,
             current=False,
             acked=0,
             interrupted=0,
@@ -178,22 +191,26 @@ class GatewayCore:
             return state, [Announce()]
         return state, [Announce(), AbortAll(urls, tuple(boot_prefix(self._actor, ghost) for ghost in ghosts))]
 
-    def _requested(self, state: State, event: RefitRequested, now: float) -> State:
+    def _requested(self, state: State, event: RefitRequested, now: float) -> Outcome:
+        if event.epoch <= state.epoch:
+            return state, []
         began_at = event.deadline_at - self._refit.deadline_s
         abort_at = now if event.drain == "interrupt" else began_at + ABORT_SHARE * self._refit.drain_deadline_s
         end_at = began_at + END_SHARE * self._refit.drain_deadline_s
         drain = Drain(now, abort_at, end_at, hold=event.drain == "in_flight")
-        return _replace(state, epoch=event.epoch, drain=drain)
+        return _replace(state, epoch=event.epoch, drain=drain), []
 
     def _committed(self, state: State, event: RefitCommitted, now: float) -> Outcome:
         """Every engine of a commit proved itself idle: ghosts are gone, and a call still open is a broken one.
 
         Not so for one that held its sequences.
         """
+        if state.committed is not None and event.epoch <= state.committed.epoch:
+            return state, []
         hold = holding(state)
         kept = {(member.actor, member.boot) for member in event.engines} if hold else set()
         broken = tuple(n for n, call in state.calls.items() if (call.engine, call.boot) not in kept)
-        state, commands = _abort(state, broken, now)
+        state, commands = abort(state, broken, now)
         state = _replace(
             state,
             committed=Commit(event.epoch, event.version, event.engines),
@@ -206,29 +223,32 @@ class GatewayCore:
         return state, commands
 
     def _answered(self, state: State, input: Answered, now: float) -> Outcome:
-        state, call = ended(state, input.call)
-        unfinished = [part for part in input.parts if part.finish == "abort"]
+        call = state.calls.get(input.call)
+        if call is None:
+            return state, []
+        unfinished = tuple([part.sample for part in input.parts if part.finish == "abort"])
+        if not unfinished:
+            request = state.requests.get(call.request)
+            return finished(state, input.call, call), [] if request is None else [Reply(call.request, request.held_s)]
+        state = ended(state, input.call, call)
         # an engine that fails its part in a refit aborts what it held
-        unasked = bool(unfinished) and not call.aborting and not holding(state)
+        unasked = not call.aborting and not holding(state)
         if unasked:
-            state = _avoid(state, call.engine, now)
+            state = avoid(state, call.engine, now)
         elif not call.aborting:
             state = _replace(state, avoided=without(state.avoided, call.engine))
-        if unfinished:
-            charged = unasked and not any(part.tokens for part in unfinished)
-            samples = tuple(part.sample for part in unfinished)
-            return self._again(state, call, samples, now, "it aborts what nobody asked it to" if charged else "")
-        if call.request not in state.requests:
-            return state, []
-        held_s = state.requests[call.request].held_s
-        return gone(state, call.request), [Reply(call.request, held_s)]
+        charged = unasked and not any(part.tokens for part in input.parts if part.finish == "abort")
+        return self._again(state, call, unfinished, now, "it aborts what nobody asked it to" if charged else "")
 
     def _failed(self, state: State, input: CallFailed, now: float) -> Outcome:
-        state, call = ended(state, input.call)
+        call = state.calls.get(input.call)
+        if call is None:
+            return state, []
+        state = ended(state, input.call, call)
         if input.kind == "data":
-            return _refuse(state, call, "data", input.reason)
+            return refuse(state, call, "data", input.reason)
         if not call.aborting:
-            state = _avoid(state, call.engine, now)
+            state = avoid(state, call.engine, now)
         charged = input.kind == "infra" and not call.aborting
         return self._again(state, call, call.samples, now, input.reason if charged else "")
 
@@ -239,7 +259,7 @@ class GatewayCore:
             return state, []
         failures = old.failures + bool(fault)
         if failures > self._retries:
-            return _refuse(state, call, "infra", f"{failures} calls failed, the last one so: {fault}")
+            return refuse(state, call, "infra", f"{failures} calls failed, the last one so: {fault}")
         request = _replace(old, pending=samples, call=None, held_since=now, failures=failures)
         return _replace(
             state,
@@ -252,8 +272,6 @@ class GatewayCore:
 
     def _expire(self, state: State, now: float) -> Outcome:
         commands: list[Any] = []
-        if state.expire_at is None or now < state.expire_at:
-            return state, commands
         for number, request in state.requests.items():
             if now >= request.deadline_at:
                 if request.call is not None:
@@ -261,18 +279,18 @@ class GatewayCore:
                 else:
                     where = cause_of(state)
                 commands.append(Refuse(number, "timeout", f"the deadline passed while {where}"))
-                state, more = _leave(state, number, now + self._grace)
+                state, more = leave(state, number, now + self._grace)
                 commands += more
         expire_at = min((request.deadline_at for request in state.requests.values()), default=None)
         return _replace(state, expire_at=expire_at), commands
 
-    def _drain(self, state: State, now: float) -> Outcome:
-        if state.drain is None or state.drain.hold or now < state.drain.abort_at:
+    def _drain(self, state: State, drain: Drain, now: float) -> Outcome:
+        if drain.hold or now < drain.abort_at:
             return state, []
-        return _abort(state, tuple(state.calls), state.drain.end_at, drained=True)
+        return abort(state, tuple(state.calls), drain.end_at, drained=True)
 
     def _dispatch(self, state: State, now: float) -> Outcome:
-        if gate(state) != "open" or not state.waiting or not (load := load_of(state, now)):
+        if gate(state) != "open" or not (load := load_of(state, now)):
             return state, []
         requests, calls = dict(state.requests), dict(state.calls)
         homes, loads = state.homes, state.loads
@@ -282,7 +300,8 @@ class GatewayCore:
             request = requests[number]
             engine = home_of(homes, request.session)
             if engine not in load:
-                engine = min(load, key=lambda name: (load[name], zlib.crc32(f"{request.session}/{name}".encode())))
+                engine = _least(load, request.session)
+                homes = housed(homes, request.session, engine)
             last += 1
             commands.append(command := self._call(state, last, number, engine))
             calls[last] = InFlight(number, engine, command.boot, request.pending)
@@ -291,7 +310,6 @@ class GatewayCore:
             )
             load[engine] += len(request.pending)
             loads = loaded(loads, engine, len(request.pending))
-            homes = housed(homes, request.session, engine)
         return _replace(
             state, requests=requests, calls=calls, waiting=(), loads=loads, homes=homes, last_call=last
         ), commands
@@ -311,11 +329,9 @@ class GatewayCore:
             rid=rid_prefix(self._actor, state.boot, call),
         )
 
-    def _report(self, state: State, now: float) -> Outcome:
+    def _report(self, state: State, drain: Drain, now: float) -> Outcome:
         """Tell the coordinator, once an epoch and boot, that nothing of ours runs, or may begin to."""
-        if state.drain is None or not state.current or state.acked == state.epoch:
-            return state, []
-        if state.calls and not state.drain.hold:
+        if not state.current or state.acked == state.epoch or (state.calls and not drain.hold):
             return state, []
         closed = GateClosed(
             epoch=state.epoch,
@@ -323,7 +339,7 @@ class GatewayCore:
             boot=state.boot,
             held=len(state.waiting),
             interrupted=state.interrupted,
-            seconds=now - state.drain.since,
+            seconds=now - drain.since,
             running=len(state.calls),
         )
         return _replace(state, acked=state.epoch, interrupted=0), [Emit(closed)]
@@ -351,48 +367,14 @@ class GatewayCore:
 # --- parts of a step -------------------------------------------------------------------------------------------------
 
 
-def _abort(state: State, numbers: Iterable[int], deadline_at: float, drained: bool = False) -> Outcome:
-    """Abort those calls that are not being aborted already."""
-    fresh = [number for number in numbers if not state.calls[number].aborting]
-    if not fresh:
-        return state, []
-    marked = {number: _replace(state.calls[number], aborting=True, drained=drained) for number in fresh}
-    return _replace(state, calls={**state.calls, **marked}), [AbortCall(number, deadline_at) for number in fresh]
+def _then(commands: list[Any], outcome: Outcome) -> Outcome:
+    """`outcome`, with the commands that came before it."""
+    state, more = outcome
+    return state, commands + more
 
 
-def _leave(state: State, number: int, deadline_at: float) -> Outcome:
-    """Forget a request; its call stays counted until it ends."""
-    call = state.requests[number].call
-    return _abort(gone(state, number), () if call is None else (call,), deadline_at)
-
-
-def _forget(state: State, engine: str, boot: int) -> State:
-    """Boots of `engine` up to `boot` are gone for good."""
-    address = state.addresses.get(engine)
-    if address is None or address.boot > boot:
-        return state
-    return _replace(state, addresses=without(state.addresses, engine))
-
-
-def _lose(state: State, engine: str, boot: int, now: float) -> Outcome:
-    """Boots of `engine` up to `boot` serve no more: cut their calls off."""
-    if state.committed is not None:
-        kept = tuple(m for m in state.committed.engines if m.actor != engine or m.boot > boot)
-        state = _replace(state, committed=_replace(state.committed, engines=kept))
-    lost = [number for number, call in state.calls.items() if call.engine == engine and call.boot <= boot]
-    return _abort(state, lost, now)
-
-
-def _avoid(state: State, engine: str, now: float) -> State:
-    old = state.avoided.get(engine, Avoided(now, 0))
-    if now < old.until:
-        return state
-    pause = min(BACKOFF_S * 2.0**old.failures, BACKOFF_MAX_S)
-    return _replace(state, avoided={**state.avoided, engine: Avoided(now + pause, old.failures + 1)})
-
-
-def _refuse(state: State, call: InFlight, kind: FailKind, reason: str) -> Outcome:
-    if call.request not in state.requests:
-        return state, []
-    refusal = Refuse(call.request, kind, f"{call.engine}: {reason}")
-    return gone(state, call.request), [refusal]
+def _least(load: dict[str, int], session: str) -> str:
+    """The engine with the least in flight; of several, the session decides."""
+    least = min(load.values())
+    found = [name for name, held in load.items() if held == least]
+    return found[0] if len(found) == 1 else min(found, key=lambda name: zlib.crc32(f"{session}/{name}".encode()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import msgspec
@@ -215,21 +214,22 @@ def holding(state: State) -> bool:
     return state.drain is not None and state.drain.hold
 
 
-def reachable(state: State) -> Iterator[Member]:
+def reachable(state: State) -> list[Member]:
     """Members of the last commit whose address is known."""
+    found: list[Member] = []
     for member in state.committed.engines if state.committed else ():
         address = state.addresses.get(member.actor)
         if address is not None and address.boot == member.boot:
-            yield member
+            found.append(member)
+    return found
 
 
 def load_of(state: State, now: float) -> dict[str, int]:
     """Samples in flight on each engine that may be sent more."""
-    load = {}
-    for member in reachable(state):
-        avoided = state.avoided.get(member.actor)
-        if avoided is None or now >= avoided.until:
-            load[member.actor] = state.loads.get(member.actor, 0)
+    load = {member.actor: state.loads.get(member.actor, 0) for member in reachable(state)}
+    for name, avoided in state.avoided.items():
+        if now < avoided.until:
+            load.pop(name, None)
     return load
 
 
@@ -250,9 +250,7 @@ def home_of(homes: tuple[dict[str, str], ...], session: str) -> str:
 
 
 def housed(homes: tuple[dict[str, str], ...], session: str, engine: str) -> tuple[dict[str, str], ...]:
-    """`homes` with the engine of one more session."""
-    if home_of(homes, session) == engine:
-        return homes
+    """`homes` with the engine of one more session, or another engine of a known one."""
     if not homes or len(homes[0]) >= PIECE:
         return ({session: engine}, *homes[: PIECES - 1])
     return ({**homes[0], session: engine}, *homes[1:])
@@ -292,22 +290,33 @@ def without(mapping: dict[Any, Any], key: Any) -> dict[Any, Any]:
     return copy
 
 
-def arrived(state: State, input: Arrived, now: float) -> State:
+def arrived(state: State, input: Arrived, now: float) -> tuple[State, list[Any]]:
     """A request waits for its first call."""
     request = Request(input.session, input.deadline_at, tuple(range(input.n)), now)
+    expire_at = state.expire_at
+    if expire_at is None or input.deadline_at < expire_at:
+        expire_at = input.deadline_at
+    requests = {**state.requests, input.request: request}
+    return replace(state, requests=requests, waiting=(*state.waiting, input.request), expire_at=expire_at), []
+
+
+def ended(state: State, number: int, call: InFlight) -> State:
+    """Forget a call; its engine is free of it."""
+    loads = loaded(state.loads, call.engine, -len(call.samples))
+    return replace(state, calls=without(state.calls, number), loads=loads)
+
+
+def finished(state: State, number: int, call: InFlight) -> State:
+    """Forget a call that answered all it was asked for, and its request; unless it was aborted, its engine is well."""
+    requests = without(state.requests, call.request)
     return replace(
         state,
-        requests={**state.requests, input.request: request},
-        waiting=(*state.waiting, input.request),
-        expire_at=input.deadline_at if state.expire_at is None else min(state.expire_at, input.deadline_at),
+        calls=without(state.calls, number),
+        loads=loaded(state.loads, call.engine, -len(call.samples)),
+        avoided=state.avoided if call.aborting else without(state.avoided, call.engine),
+        requests=requests,
+        expire_at=state.expire_at if requests else None,
     )
-
-
-def ended(state: State, number: int) -> tuple[State, InFlight]:
-    """Forget a call; its engine is free of it."""
-    call = state.calls[number]
-    loads = loaded(state.loads, call.engine, -len(call.samples))
-    return replace(state, calls=without(state.calls, number), loads=loads), call
 
 
 def gone(state: State, number: int) -> State:

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.gateway.core import BACKOFF_MAX_S, BACKOFF_S, GatewayCore
+from actors.gateway.core import GatewayCore
+from actors.gateway.faults import BACKOFF_MAX_S, BACKOFF_S
 from actors.gateway.state import (
     PIECE,
     PIECES,
