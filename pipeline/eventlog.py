@@ -24,10 +24,15 @@ if TYPE_CHECKING:
     from pipeline.bus import Bus
 
 PAGE = 512
+BATCH = 500
+"""Events that are read and folded together."""
 BLOCK_MS = 1000
 CONNECT_S = 3.0
 START_EVERY_S = 0.5
 """How often to look whether a run that starts is recorded yet."""
+
+Item = tuple[Entry, Envelope[Event], int]
+"""An event: its entry, decoded, and its place in the log."""
 
 
 def lines(run: RunDir, chosen: Filter, *, follow: bool) -> Iterator[bytes]:
@@ -98,11 +103,27 @@ def archived(run: RunDir, behind: Mapping[str, int] | None = None) -> Iterator[t
 
     Raises `PipelineError` if the archive is damaged.
     """
+    for batch in batches(run, behind):
+        for entry, envelope, _ in batch:
+            yield entry, envelope
+
+
+def batches(run: RunDir, behind: Mapping[str, int] | None = None, size: int = BATCH) -> Iterator[list[Item]]:
+    """What `archived` answers, `size` events at a time, which costs less: what is folded is folded so.
+
+    Raises `PipelineError` if the archive is damaged.
+    """
     known = behind or {}
     try:
-        for entry in archive.read(run.events, behind=behind):
-            if not known or number(entry.entry) > known.get(entry.stream, -1):
-                yield entry, decode(entry.stream, entry.data)
+        for entries in archive.batches(archive.frames(run.events, behind=behind), size):
+            places = [number(entry.entry) for entry in entries]
+            found = [
+                (entry, decode(entry.stream, entry.data), place)
+                for entry, place in zip(entries, places, strict=True)
+                if not known or place > known.get(entry.stream, -1)
+            ]
+            if found:
+                yield found
     except archive.ArchiveError as error:
         raise PipelineError(str(error), Exit.FAILED) from error
     except ContractError as error:
@@ -164,7 +185,7 @@ def _added(run: RunDir, last: dict[str, str]) -> Iterator[tuple[Entry, Envelope[
 
 def numbered(run: RunDir) -> Iterator[tuple[int, Envelope[Event]]]:
     """Every archived event with its place in the log. Raises `PipelineError` if the archive is damaged."""
-    return ((number(entry.entry), envelope) for entry, envelope in archived(run))
+    return ((place, envelope) for batch in batches(run) for _, envelope, place in batch)
 
 
 def render(entry: Entry, envelope: Envelope[Event]) -> bytes:

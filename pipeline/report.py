@@ -40,8 +40,8 @@ def write(run: RunDir) -> Path:
     Raises `PipelineError` if the archive is damaged or holds no training step.
     """
     data = RunData(run.info(), config_of(run))
-    for entry, envelope in eventlog.archived(run):
-        data.apply(entry, envelope)
+    for batch in eventlog.batches(run):
+        data.extend(batch)
     if not data.view.rows:
         raise PipelineError(f"{run.path} has no finished training step to report; see `pipeline log`", Exit.FAILED)
     draft = run.path / ".report.html"

@@ -124,26 +124,37 @@ class View:
 
     def apply(self, envelope: Envelope[Event]) -> Row | None:
         """Consume one event; answers the row of a step that it finished."""
-        wall, body = envelope.wall_ns / 1e9, envelope.body
-        if self.started_at is None:
-            self.started_at = wall
-        self.last_at = wall
-        self.events += 1
-        row = self._steps.apply(envelope)
-        if row is not None:
-            self._groups[row.version] = 0 if row.contents is None else row.contents.groups
-            self.rows.append(row)
-        handler = self._handlers.get(type(body))
-        if handler is not None:
-            handler(body, wall)
-        if envelope.boot == 0 and type(body) is events.ActorFailed:
-            self.deaths.setdefault(body.actor, []).append(wall)
-        return row
+        rows = self.extend((envelope,))
+        return rows[0] if rows else None
 
     def apply_all(self, log: Iterable[Envelope[Event]]) -> View:
-        for envelope in log:
-            self.apply(envelope)
+        self.extend(log)
         return self
+
+    def extend(self, log: Iterable[Envelope[Event]]) -> list[Row]:
+        """Consume the next events; answers the rows of the steps that they finished."""
+        handlers, rows, seen = self._handlers, [], 0
+        fold = self._steps.handlers
+        for envelope in log:
+            body = envelope.body
+            kind, wall = type(body), envelope.wall_ns / 1e9
+            if self.started_at is None:
+                self.started_at = wall
+            self.last_at = wall
+            seen += 1
+            first, handler = fold.get(kind), handlers.get(kind)
+            if first is not None:
+                row = first(body, wall)
+                if row is not None:
+                    self._groups[row.version] = 0 if row.contents is None else row.contents.groups
+                    self.rows.append(row)
+                    rows.append(row)
+            if handler is not None:
+                handler(body, wall)
+                if envelope.boot == 0 and kind is events.ActorFailed:
+                    self.deaths.setdefault(body.actor, []).append(wall)
+        self.events += seen
+        return rows
 
     # --- what follows from the attributes ---
 

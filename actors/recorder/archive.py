@@ -10,7 +10,8 @@ from __future__ import annotations
 import fcntl
 import os
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -201,14 +202,33 @@ def read(
     skipped. May run beside a writer: it then ends at the last whole frame. Raises `ArchiveError` for a damaged closed
     segment.
     """
+    for records in frames(folder, streams, behind):
+        yield from records
+
+
+def frames(
+    folder: Path, streams: Collection[str] | None = None, behind: Mapping[str, int] | None = None
+) -> Iterator[list[Entry]]:
+    """What `read` answers, frame by frame: a record costs half as much."""
     index = read_index(folder)
     for segment in index.segments:
         if _wanted(segment, streams, behind or {}):
-            records = _closed(folder, segment)
-            yield from records if streams is None else _pick(records, streams)
+            yield from (_picked(records, streams) for records in _closed(folder, segment))
     for path in _unlisted(folder, index):
-        for records, _ in _frames(path, None):
-            yield from records if streams is None else _pick(records, streams)
+        yield from (_picked(records, streams) for records, _ in _frames(path, None))
+
+
+def batches(frames: Iterable[list[Entry]], size: int) -> Iterator[list[Entry]]:
+    """The records of `frames`, `size` at a time."""
+    held: list[Entry] = []
+    for records in frames:
+        held += records
+        whole = len(held) - len(held) % size
+        for start in range(0, whole, size):
+            yield held[start : start + size]
+        del held[:whole]
+    if held:
+        yield held
 
 
 def salvage(folder: Path, damage: Callable[[str], None]) -> Iterator[Entry]:
@@ -219,10 +239,10 @@ def salvage(folder: Path, damage: Callable[[str], None]) -> Iterator[Entry]:
         damage(str(error))
         index = Index()
     parts = [_closed(folder, segment) for segment in index.segments]
-    parts += [(record for records, _ in _frames(path, None) for record in records) for path in _unlisted(folder, index)]
+    parts += [(records for records, _ in _frames(path, None)) for path in _unlisted(folder, index)]
     for part in parts:
         try:
-            yield from part
+            yield from chain.from_iterable(part)
         except (ArchiveError, msgspec.DecodeError, OSError) as error:
             damage(str(error))
 
@@ -271,7 +291,8 @@ def cut(folder: Path, upto: Mapping[str, int]) -> int:
         if all(number(span.last) <= upto.get(stream, number(span.last)) for stream, span in segment.streams.items()):
             segments.append(segment)
             continue
-        kept = [r for r in _closed(folder, segment) if number(r.entry) <= upto.get(r.stream, number(r.entry))]
+        records = chain.from_iterable(_closed(folder, segment))
+        kept = [r for r in records if number(r.entry) <= upto.get(r.stream, number(r.entry))]
         removed += segment.records - len(kept)
         void.append(segment.file)
         segments.append(_rewritten(folder, segment, kept))
@@ -295,19 +316,19 @@ def _frame(records: list[Entry]) -> bytes:
     return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(_frame_encoder.encode(records))
 
 
-def _closed(folder: Path, segment: Segment) -> Iterator[Entry]:
+def _closed(folder: Path, segment: Segment) -> Iterator[list[Entry]]:
     path, found = folder / segment.file, 0
     if not path.exists():
         raise ArchiveError(f"{path} is missing: index.json lists {segment.records} records in it")
     for records, _ in _frames(path, segment.bytes):
         found += len(records)
-        yield from records
+        yield records
     if found != segment.records:
         raise ArchiveError(f"{path} is damaged: {found} of {segment.records} records can be read")
 
 
-def _pick(records: Iterator[Entry] | list[Entry], streams: Collection[str]) -> Iterator[Entry]:
-    return (record for record in records if record.stream in streams)
+def _picked(records: list[Entry], streams: Collection[str] | None) -> list[Entry]:
+    return records if streams is None else [record for record in records if record.stream in streams]
 
 
 def _unlisted(folder: Path, index: Index) -> list[Path]:

@@ -178,7 +178,7 @@ class Steps:
         self._waits: dict[str, float] = {}
         self._totals: Counter[str] = Counter()
         self._last_wall: float | None = None
-        self._handlers: dict[type, Callable[[Any, float], Row | None]] = {
+        self.handlers: Mapping[type, Callable[[Any, float], Row | None]] = {
             events.TrajectoryFinished: self._finished_sample,
             events.SampleFailed: self._failed_sample,
             events.GroupDropped: self._dropped,
@@ -192,6 +192,7 @@ class Steps:
             events.WaitEnded: self._waited,
             events.StepFinished: self._row,
         }
+        """Kind -> what to call with an event of it and its time."""
 
     def memory(self) -> Memory:
         """Everything that the next rows depend on."""
@@ -214,7 +215,7 @@ class Steps:
 
     def apply(self, envelope: Envelope[Event]) -> Row | None:
         """Consume one event, in log order."""
-        handler = self._handlers.get(type(envelope.body))
+        handler = self.handlers.get(type(envelope.body))
         return None if handler is None else handler(envelope.body, envelope.wall_ns / 1e9)
 
     def _finished_sample(self, event: events.TrajectoryFinished, wall: float) -> None:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from actors.recorder.metrics import Row
+from actors.recorder.ordering import number
 from config.schema import RunConfig
 from contracts.envelope import Envelope
 from contracts.events import Event
@@ -45,11 +46,11 @@ def run(directory: RunDir, config: RunConfig, targets: Targets, say: Callable[[s
     board, lock = Board(), Lock()
     with ExitStack() as opened:
         sinks = _open(directory.info().run, config, targets, board, lock, say, opened)
-        for item in eventlog.follow(directory):
+        for entry, envelope in eventlog.follow(directory):
             with lock:
-                row = board.take(item)
+                rows = board.extend([(entry, envelope, number(entry.entry))])
             for sink in sinks:
-                sink.take(item[1], row)
+                sink.take(envelope, rows[0] if rows else None)
     return board.model.events
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from actors.recorder.metrics import Row
-from actors.recorder.ordering import number
 from contracts.core import Entry
 from contracts.envelope import Envelope
 from contracts.events import Event
+from pipeline.eventlog import Item
 from pipeline.view import View
 from pipeline.why.model import Model
 
@@ -21,16 +21,14 @@ KEPT = 512
 MARKS = 48
 """Copies of the board along an archive, from which any of its moments is reached."""
 
-Item = tuple[Entry, Envelope[Event]]
-
 
 class Board:
-    """Feed `take` in log order; the attributes then describe the run up to the last event."""
+    """Feed `extend` in log order; the attributes then describe the run up to the last event."""
 
     def __init__(self) -> None:
         self.model = Model()
         self.view = View(keep=KEPT)
-        self.recent: deque[Item] = deque(maxlen=RECENT)
+        self.recent: deque[tuple[Entry, Envelope[Event]]] = deque(maxlen=RECENT)
         self.streams: Counter[str] = Counter()
         """Stream -> events so far."""
 
@@ -44,13 +42,12 @@ class Board:
         """Time of the last event."""
         return self.model.last_at
 
-    def take(self, item: Item) -> Row | None:
-        """Consume the next event; answers the row of a step that it finished."""
-        entry, envelope = item
-        self.model.apply(envelope, number(entry.entry))
-        self.recent.append(item)
-        self.streams[entry.stream] += 1
-        return self.view.apply(envelope)
+    def extend(self, batch: Sequence[Item]) -> list[Row]:
+        """Consume the next events; answers the rows of the steps that they finished."""
+        self.model.extend([(envelope, position) for _, envelope, position in batch])
+        self.recent.extend([(entry, envelope) for entry, envelope, _ in batch[-RECENT:]])
+        self.streams.update([entry.stream for entry, _, _ in batch])
+        return self.view.extend([envelope for _, envelope, _ in batch])
 
     def copy(self) -> Board:
         """A board that goes on by itself. Events and finished rows are never changed, so both may hold them."""
@@ -71,11 +68,10 @@ class History:
         self._every = every
         self._marks: list[Board] = [Board()]
 
-    def extend(self, items: Iterable[Item]) -> None:
-        for item in items:
-            self.board.take(item)
-            if self.board.position - self._marks[-1].position >= self._every:
-                self._mark()
+    def extend(self, batch: Sequence[Item]) -> None:
+        self.board.extend(batch)
+        if self.board.position - self._marks[-1].position >= self._every:
+            self._mark()
 
     def _mark(self) -> None:
         self._marks.append(self.board.copy())
@@ -94,13 +90,11 @@ def spacing(events: int) -> int:
     return max(2000, events // MARKS)
 
 
-def at(history: History, position: int, later: Iterable[Item]) -> Board:
+def at(history: History, position: int, later: Iterable[Sequence[Item]]) -> Board:
     """The board at `position`. `later`: the log's events, at least those behind `history.before(position)`."""
     board = history.before(position)
-    for item in later:
-        place = number(item[0].entry)
-        if place > position:
+    for batch in later:
+        board.extend([item for item in batch if board.position < item[2] <= position])
+        if batch[-1][2] > position:
             break
-        if place > board.position:
-            board.take(item)
     return board

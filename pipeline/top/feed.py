@@ -6,11 +6,10 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterable
-from itertools import islice
+from collections.abc import Sequence
 
 from actors.recorder import archive
-from actors.recorder.ordering import START
+from actors.recorder.ordering import START, number
 from actors.startup import uncollected
 from config.schema import RunConfig
 from contracts.envelope import BROADCAST_STREAMS, STREAMS, WORK_STREAMS, decode
@@ -18,13 +17,12 @@ from pipeline import eventlog
 from pipeline.bus import Bus, BusError
 from pipeline.bus.model import Depth
 from pipeline.errors import Exit, PipelineError
+from pipeline.eventlog import Item
 from pipeline.rundir import RunDir
-from pipeline.top.board import Board, History, Item, at, spacing
+from pipeline.top.board import Board, History, at, spacing
 from pipeline.why import load
 from pipeline.why.result import Evidence
 
-PAGE = 500
-"""Events that are folded without letting anybody look."""
 LOOK_EVERY_S = 2.0
 CONNECT_S = 3.0
 
@@ -70,7 +68,7 @@ class Feed:
         with self.lock:
             begin = self.history.before(position).position
         behind = dict.fromkeys(STREAMS, begin)
-        return at(self.history, position, eventlog.archived(self._run, behind))
+        return at(self.history, position, eventlog.batches(self._run, behind))
 
     # --- the thread ---
 
@@ -88,15 +86,15 @@ class Feed:
             self.live = False
 
     def _read(self) -> None:
-        pages = eventlog.archived(self._run)
-        while not self._stop.is_set() and (page := list(islice(pages, PAGE))):
-            self._extend(page)
+        for batch in eventlog.batches(self._run):
+            if self._stop.is_set():
+                return
+            self._extend(batch)
 
-    def _extend(self, page: Iterable[Item]) -> None:
-        page = list(page)
+    def _extend(self, batch: Sequence[Item]) -> None:
         with self.lock:
-            self.history.extend(page)
-        for entry, _ in page:
+            self.history.extend(batch)
+        for entry, _, _ in batch:
             self._last[entry.stream] = entry.entry
 
     async def _follow(self) -> None:
@@ -108,7 +106,7 @@ class Feed:
         try:
             async with contextlib.aclosing(eventlog.pages(self._run, bus, cursors)) as pages:
                 async for page in pages:
-                    self._extend((entry, decode(entry.stream, entry.data)) for entry in page)
+                    self._extend([(each, decode(each.stream, each.data), number(each.entry)) for each in page])
                     if self._stop.is_set() or self.history.board.view.finished is not None:
                         return
                     if time.monotonic() - looked_at >= LOOK_EVERY_S:

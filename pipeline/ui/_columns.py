@@ -30,6 +30,13 @@ class Columns:
         if len(fresh) >= FRESH:
             self._settle()
 
+    def rows(self, rows: Sequence[Row]) -> None:
+        """Take the next rows."""
+        fresh = self._fresh
+        fresh += rows
+        if len(fresh) >= FRESH:
+            self._settle()
+
     def extend(self, columns: Sequence[Iterable[Any]]) -> None:
         """Take the next rows, given as their columns."""
         self._settle()

@@ -16,10 +16,11 @@ from contracts.core import Entry
 from contracts.envelope import Envelope
 from contracts.events import Event
 from pipeline import eventlog
+from pipeline.eventlog import Item
 from pipeline.oneline import summary
 from pipeline.rundir import RunInfo
 from pipeline.selection import KINDS
-from pipeline.ui._index import Index, Item, Query, Rows
+from pipeline.ui._index import Index, Query, Rows
 from pipeline.ui._plots import charts
 from pipeline.ui._samples import Samples
 from pipeline.ui._timeline import Timeline, order
@@ -74,19 +75,12 @@ class RunData:
 
     def extend(self, batch: Sequence[Item]) -> None:
         """Consume the next events: each view takes them all at once, which costs less than one by one."""
-        follow, apply, take = self.follower.take, self.view.apply, self.timeline.take
-        for entry, envelope, position in batch:
-            follow(entry, envelope, position)
-        for _, envelope, _ in batch:
-            apply(envelope)
+        envelopes = [envelope for _, envelope, _ in batch]
+        self.follower.extend(batch)
+        self.view.extend(envelopes)
         first = self.index.extend(batch)
-        rows, samples = [], []
-        for row, (_, envelope, _) in enumerate(batch, first):
-            take(row, envelope)
-            if type(envelope.body) is ev.TrajectoryFinished:
-                rows.append(row)
-                samples.append(envelope.body)
-        self.samples.extend(rows, samples)
+        rows = self.timeline.extend(first, envelopes)
+        self.samples.extend(rows, [envelopes[row - first].body for row in rows])
 
     # --- at a glance ---
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from contracts.core import Entry
 from contracts.envelope import STREAM_OF, Envelope, decode
 from contracts.events import Event
+from pipeline.eventlog import Item
 from pipeline.selection import KINDS
 from pipeline.ui._columns import Columns
 
@@ -27,8 +28,6 @@ NAMES = ("positions", "walls", "kinds", "actors", "ids", "causes", "sizes")
 POSITION, WALL, KIND, ACTOR, ID, CAUSE, SIZE = range(7)
 
 Rows = NDArray[np.int64]
-Item = tuple[Entry, Envelope[Event], int]
-"""An event: its entry, decoded, and the number of the entry."""
 STREAMS = {kind.__struct_config__.tag: stream for kind, stream in STREAM_OF.items()}
 
 

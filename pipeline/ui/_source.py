@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from itertools import islice
 from typing import Any, Literal
 
 import msgspec
@@ -16,16 +15,14 @@ from actors.startup import uncollected
 from config.schema import RunConfig
 from contracts.core import Entry
 from contracts.envelope import STREAMS, ContractError, decode
+from pipeline.eventlog import BATCH, Item
 from pipeline.rundir import RunDir
 from pipeline.ui._data import RunData, Shown, told
-from pipeline.ui._index import Item
 from pipeline.why import load
 from pipeline.why.result import Evidence, StoreFacts
 
 PAGE = 2000
 BLOCK_MS = 1000
-BATCH = 500
-"""Events folded before others get their turn."""
 CONNECT_S = 2.0
 LOOK_S = 2.0
 """Time between two looks into the store and the actors of a live run."""
@@ -94,13 +91,12 @@ class Source:
         if not self._last:
             await self._tell("loading")
         with uncollected() if self.state == "loading" else nullcontext():
-            await self._take(archive.read(self.run.events, behind=dict.fromkeys(STREAMS, self._last)))
+            await self._take(archive.frames(self.run.events, behind=dict.fromkeys(STREAMS, self._last)))
         await self._tell()
 
-    async def _take(self, entries: Iterable[Entry]) -> None:
-        """Fold what is new."""
-        entries = iter(entries)
-        while batch := list(islice(entries, BATCH)):
+    async def _take(self, frames: Iterable[list[Entry]]) -> None:
+        """Fold what is new, a batch at a time: others get their turn between two."""
+        for batch in archive.batches(frames, BATCH):
             self.data.extend(list(self._decoded(batch)))
             await self._tell()
             await asyncio.sleep(0)
@@ -159,7 +155,7 @@ class Source:
             cursors = advance(cursors, found)
             if found and number(found[0].entry) > self._last + 1:
                 await self._archive()
-            await self._take(found)
+            await self._take((found,))
             await self._tell("live")
 
     async def _look(self) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,9 @@ from numpy.typing import NDArray
 from actors import registry
 from contracts import events as ev
 from contracts.envelope import Envelope
-from pipeline.trace import WAITS, Span, Spans
+from pipeline.trace import Span, Spans
 from pipeline.ui._barriers import Barriers, Stretch
-from pipeline.ui._columns import Columns
+from pipeline.ui._columns import Columns, Row
 from pipeline.ui._index import Index
 
 SPANS = 240
@@ -38,7 +39,7 @@ NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 FIRST_WORDS = {"step": "step", "checkpoint": "checkpoint", "send": "send", "start": "server", "close": "gate"}
 """First word of a span's name in a trace -> what it is. Others are parts of a refit, which the barrier lanes show."""
 WELL = ("done", "committed", "open")
-ROLLOUT = NUMBERS["rollout"]
+ROLLOUT, WAIT = NUMBERS["rollout"], NUMBERS["wait"]
 SHOWN_OTHERWISE = (
     ev.EngineDrained,
     ev.EngineLoaded,
@@ -60,6 +61,8 @@ class Lane:
         self._columns = Columns("ddBIi")
         self.put = self._columns.append
         """Take a span: (start, end, kind, row, name)."""
+        self.extend = self._columns.rows
+        """Take spans."""
 
     @property
     def starts(self) -> Any:
@@ -88,22 +91,44 @@ class Timeline(Spans):
     def __init__(self) -> None:
         super().__init__()
         self.lanes: dict[tuple[str, str], Lane] = {}
-        self._puts: dict[str, Callable[[tuple[Any, ...]], None]] = {}
-        """Actor -> what takes its rollouts."""
+        self._rolled: defaultdict[str, list[Row]] = defaultdict(list)
+        """Actor -> its rollouts among the events that are being consumed. By far the most spans of a run: their names
+        are read from their events when they are shown."""
         self._names: list[str] = []
         self._numbers: dict[str, int] = {}
         self._row = 0
         self._refits = Barriers(self._stretch)
-        for kind in SHOWN_OTHERWISE:
+        for kind in (*SHOWN_OTHERWISE, ev.TrajectoryFinished):
             del self._handlers[kind]
 
-    def take(self, row: int, envelope: Envelope[Any]) -> None:
-        """Consume the event of `row`."""
-        self._row = row
-        at = self.apply(envelope)
-        handler = self._refits.handlers.get(type(envelope.body))
-        if handler is not None:
-            handler(envelope.body, at)
+    def extend(self, first: int, envelopes: Sequence[Envelope[Any]]) -> list[int]:
+        """Consume the next events, which stand in the rows from `first` on; answers the rows of finished samples."""
+        if self.zero_ns is None and envelopes:
+            self.zero_ns = envelopes[0].wall_ns
+        zero_ns, handlers, refits = self.zero_ns or 0, self._handlers, self._refits.handlers
+        samples: list[int] = []
+        for row, envelope in enumerate(envelopes, first):
+            body = envelope.body
+            kind, at = type(body), (envelope.wall_ns - zero_ns) / 1e3
+            if at > self._last:
+                self._last = at
+            if kind is ev.TrajectoryFinished:
+                samples.append(row)
+                end = at / 1e6
+                begin = end - body.seconds
+                self._rolled[envelope.actor].append((begin if begin > 0.0 else 0.0, end, ROLLOUT, row, -1))
+                continue
+            handler, refit = handlers.get(kind), refits.get(kind)
+            if handler is not None or refit is not None:
+                self._row = row
+            if handler is not None:
+                handler(envelope.actor, body, at)
+            if refit is not None:
+                refit(body, at)
+        for actor, rolled in self._rolled.items():
+            self._lane_of(actor, "rollouts").extend(rolled)
+        self._rolled.clear()
+        return samples
 
     @property
     def length(self) -> float:
@@ -117,21 +142,14 @@ class Timeline(Spans):
     # --- folds ---
 
     def add(self, span: Span) -> None:
-        if span.track == WAITS:
-            self._put(span.actor, "waits", NUMBERS["wait"], self._name(span.name), span.start, span.end)
-            return
         what = FIRST_WORDS.get(span.name.partition(" ")[0])
         if what is not None:
             self._put(span.actor, "does", NUMBERS[what], self._name(span.name), span.start, span.end)
 
-    def _rollout(self, actor: str, body: ev.TrajectoryFinished, at: float) -> None:
-        """By far the most spans of a run: their names are read from their events when they are shown."""
-        put = self._puts.get(actor)
-        if put is None:
-            put = self._puts[actor] = self._lane_of(actor, "rollouts").put
-        end = at / 1e6
-        begin = end - body.seconds
-        put((begin if begin > 0.0 else 0.0, end, ROLLOUT, self._row, -1))
+    def _wait_ends(self, actor: str, on: str, at: float, *, over: bool) -> None:
+        begun = self._waits.pop((actor, on), None)
+        if begun is not None:
+            self._put(actor, "waits", WAIT, self._name(f"waits for {on}"), begun[0], max(at, begun[0]))
 
     def _stretch(self, found: Stretch) -> None:
         well = found.end in WELL
@@ -217,7 +235,7 @@ class Timeline(Spans):
             for each in self._refits.open(self._last)
         ]
         found += [
-            [actor, "waits", since / 1e6, NUMBERS["wait"], f"waits for {on}: {body.cause}"]
+            [actor, "waits", since / 1e6, WAIT, f"waits for {on}: {body.cause}"]
             for (actor, on), (since, body) in self._waits.items()
         ]
         return [each for each in found if each[2] <= end and self.length >= begin]

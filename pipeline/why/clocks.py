@@ -11,34 +11,28 @@ SKEW_S = 2.0
 
 
 class Clocks:
-    """Feed `read` in log order. `skews`: actor -> how its clock is off."""
+    """`skews`: actor -> how its clock is off.
+
+    In log order `Model` keeps `peak`, and calls `moved` and `late` when an event's times ask for it, which is seldom.
+    """
 
     def __init__(self, actors: Mapping[str, Actor]) -> None:
         """`actors`: everyone heard so far, kept by the caller."""
         self.skews: dict[str, Skew] = {}
         self._actors = actors
-        self._peak, self._ahead = 0.0, ""
+        self.peak, self.ahead = 0.0, ""
         """The latest time that was read, and whose clock it was."""
 
-    def read(self, actor: Actor, name: str, at: float, wall_ns: int, mono_ns: int) -> None:
-        """An event of `actor` at `at` seconds; `wall_ns` and `mono_ns` as in its envelope."""
-        if mono_ns and wall_ns - mono_ns != actor.offset_ns:
-            self._moved(actor, name, at, wall_ns - mono_ns)
-        if at > self._peak:
-            self._peak, self._ahead = at, name
-        elif self._peak - at > SKEW_S:
-            self._late(name, at)
-
-    def _moved(self, actor: Actor, name: str, at: float, offset_ns: int) -> None:
+    def moved(self, actor: Actor, name: str, at: float, offset_ns: int) -> None:
         """The wall and the monotonic clock of an actor keep their distance, over restarts on one host too."""
         if actor.offset_ns is not None and abs(offset_ns - actor.offset_ns) > SKEW_S * 1e9:
             moved = (offset_ns - actor.offset_ns) / 1e9
             self.skews[name] = Skew(name, moved, at, "its wall clock jumped against its host's monotonic clock")
         actor.offset_ns = offset_ns
 
-    def _late(self, name: str, at: float) -> None:
+    def late(self, name: str, at: float) -> None:
         """No event lies long before one that was committed earlier."""
-        peak, ahead = self._peak, self._ahead
+        peak, ahead = self.peak, self.ahead
         if name == "driver" or ahead == name:
             return
         culprit, seconds = self._odd_one(name, ahead, peak - at)

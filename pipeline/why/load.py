@@ -6,6 +6,7 @@ import copy
 import os
 import socket
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from contracts.envelope import STREAMS, WORK_STREAMS, Envelope, decode
 from contracts.events import ActorBooted, RunStopping
 from pipeline import eventlog
 from pipeline.errors import PipelineError
+from pipeline.eventlog import Item
 from pipeline.moments import Moment
 from pipeline.rundir import RunDir
 from pipeline.why.diagnosis import diagnose
@@ -31,6 +33,8 @@ PAGE = 2000
 CONNECT_S = 2.0
 LOOKED_INTO = ("gateway", "collector", "engine")
 """Kinds of actors whose state tells what no event does."""
+NOTED = (ActorBooted, RunStopping)
+"""Kinds of which a `Follower` itself takes note."""
 NORMAL = ("trained", "target reward reached", "no more tasks")
 """Reasons of an end that is none of a stall."""
 
@@ -83,6 +87,17 @@ class Follower:
             return False
         return True
 
+    def extend(self, batch: Sequence[Item]) -> bool:
+        """Fold the next events; False once the moment is passed."""
+        kinds = {type(envelope.body) for _, envelope, _ in batch}
+        if self._until is not None or self.before_stop is not None or not kinds.isdisjoint(NOTED):
+            return all(self.take(*item) for item in batch)
+        self.model.extend([(envelope, position) for _, envelope, position in batch])
+        last = self.last
+        for entry, _, _ in batch:
+            last[entry.stream] = entry.entry
+        return True
+
     def _passed(self, envelope: Envelope[Any], position: int) -> bool:
         assert self._until is not None
         at, started = envelope.wall_ns / 1e9, self.model.started_at
@@ -98,8 +113,8 @@ def gather(run: RunDir, config: RunConfig, until: Moment | None = None, *, look:
     """
     follower = Follower(until)
     with uncollected():
-        for entry, envelope in eventlog.archived(run):
-            if not follower.take(entry, envelope):
+        for batch in eventlog.batches(run):
+            if not follower.extend(batch):
                 break
     live = until is None and follower.model.finished is None and archive.has_writer(run.events)
     evidence = Evidence()

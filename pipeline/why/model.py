@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
+from itertools import count
 from typing import Any
 
 from actors.recorder.ordering import number
 from contracts import events as ev
 from contracts.envelope import Envelope
-from pipeline.why.clocks import Clocks
+from pipeline.why.clocks import SKEW_S, Clocks
 from pipeline.why.facts import (
     Actor,
     Barrier,
@@ -97,29 +98,41 @@ class Model:
 
     def apply(self, envelope: Envelope[Any], position: int | None = None) -> None:
         """Consume the next event of the log, at place `position` of it (default: the next)."""
-        wall_ns, name, body, boot = envelope.wall_ns, envelope.actor, envelope.body, envelope.boot
-        at, kind = wall_ns / 1e9, type(body)
-        self.events += 1
-        self.position = self.position + 1 if position is None else position
-        if self.started_at is None:
-            self.started_at, self.run = at, envelope.run
-        self.last_at = at
-        actor = self.actors.get(name)
-        if actor is None:
-            actor = self.actors[name] = Actor()
-        actor.last_at = at
-        self.clocks.read(actor, name, at, wall_ns, envelope.mono_ns)
-        if boot < actor.boot and boot and kind is not ev.ActorLeft:
-            self.usurped.append((name, boot, actor.boot, at))
-        handler = self._handlers.get(kind)
-        if handler is not None:
-            self._boot = boot
-            handler(body, at, name)
+        self.extend(((envelope, self.position + 1 if position is None else position),))
 
     def apply_all(self, log: Iterable[Envelope[Any]]) -> Model:
-        for envelope in log:
-            self.apply(envelope)
+        self.extend(zip(log, count(self.position + 1)))
         return self
+
+    def extend(self, log: Iterable[tuple[Envelope[Any], int]]) -> None:
+        """Consume the next events of the log, each with its place in it."""
+        actors, handlers, clocks, events = self.actors, self._handlers, self.clocks, 0
+        for envelope, position in log:
+            wall_ns, name, body, boot, mono_ns = (
+                envelope.wall_ns, envelope.actor, envelope.body, envelope.boot, envelope.mono_ns
+            )  # fmt: skip
+            at, kind = wall_ns / 1e9, type(body)
+            events += 1
+            if self.started_at is None:
+                self.started_at, self.run = at, envelope.run
+            actor = actors.get(name)
+            if actor is None:
+                actor = actors[name] = Actor()
+            actor.last_at = self.last_at = at
+            if mono_ns and wall_ns - mono_ns != actor.offset_ns:
+                clocks.moved(actor, name, at, wall_ns - mono_ns)
+            if at > clocks.peak:
+                clocks.peak, clocks.ahead = at, name
+            elif clocks.peak - at > SKEW_S:
+                clocks.late(name, at)
+            if boot < actor.boot and boot and kind is not ev.ActorLeft:
+                self.usurped.append((name, boot, actor.boot, at))
+            self.position = position
+            handler = handlers.get(kind)
+            if handler is not None:
+                self._boot = boot
+                handler(body, at, name)
+        self.events += events
 
     # --- what follows from the attributes ---
 
@@ -157,16 +170,16 @@ class Model:
 
     def _on_trajectory_finished(self, event: ev.TrajectoryFinished, at: float, by: str) -> None:
         self.results.append((at, True))
-        self._result(event, at, by, usable=event.valid)
+        self._result(event, at, by, event.valid)
 
     def _on_sample_failed(self, event: ev.SampleFailed, at: float, by: str) -> None:
         self.results.append((at, False))
         self.sample_problems.append(SampleProblem(event.index, by, event.failure, event.reason, at))
-        self._result(event, at, by, usable=False)
+        self._result(event, at, by, False)
 
-    def _result(self, event: ev.TrajectoriesEvent, at: float, by: str, *, usable: bool) -> None:
-        group = self.groups.get(event.index) if event.split == "train" else None
-        if group is None or event.sample in group.results:
+    def _result(self, event: ev.TrajectoriesEvent, at: float, by: str, usable: bool) -> None:
+        group = self.groups.get(event.index)
+        if group is None or event.split != "train" or event.sample in group.results:
             return
         self.moved_at = at
         results = group.results
@@ -351,8 +364,12 @@ class Model:
         self.waits[event.actor, event.on] = Wait(event.actor, event.on, event.cause, at, event.deadline_at)
 
     def _on_wait_ended(self, event: ev.WaitEnded, at: float, by: str) -> None:
-        self.waits.pop((event.actor, event.on), None)
-        self.waited.setdefault((event.actor, event.on), deque(maxlen=KEPT)).append(Waited(at, event.seconds))
+        key = (event.actor, event.on)
+        self.waits.pop(key, None)
+        known = self.waited.get(key)
+        if known is None:
+            known = self.waited[key] = deque(maxlen=KEPT)
+        known.append(Waited(at, event.seconds))
 
     def _on_actor_failed(self, event: ev.ActorFailed, at: float, by: str) -> None:
         self.problems.append(Problem(event.actor, event.error, event.message, event.fatal, at, self._boot))

@@ -38,8 +38,7 @@ from pipeline.top.board import Board
 
 def folded(story: Story) -> Board:
     board = Board()
-    for number, envelope in enumerate(story.log, 1):
-        board.take((Entry(envelope.stream, f"{number}-0", encode(envelope)), envelope))
+    board.extend([(Entry(e.stream, f"{n}-0", encode(e)), e, n) for n, e in enumerate(story.log, 1)])
     return board
 
 
@@ -137,8 +136,8 @@ def test_steps_and_refits_become_spans_of_their_length() -> None:
     spans, reader, board = InMemorySpanExporter(), InMemoryMetricReader(), Board()
     telemetry = Telemetry("demo", board, Lock(), reader, spans)
     for number, envelope in enumerate(story.log, 1):
-        row = board.take((Entry(envelope.stream, f"{number}-0", encode(envelope)), envelope))
-        telemetry.take(envelope, row)
+        rows = board.extend([(Entry(envelope.stream, f"{number}-0", encode(envelope)), envelope, number)])
+        telemetry.take(envelope, rows[0] if rows else None)
     metrics = reader.get_metrics_data()
     telemetry.close()
     found = spans.get_finished_spans()

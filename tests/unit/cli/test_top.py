@@ -22,11 +22,12 @@ from pipeline import broker
 from pipeline.bus import Bus
 from pipeline.cli import main
 from pipeline.errors import Exit, PipelineError
+from pipeline.eventlog import Item
 from pipeline.rundir import RunDir
 from pipeline.top import board as boards
 from pipeline.top import tables
 from pipeline.top.app import Top
-from pipeline.top.board import MARKS, Board, History, Item, at, spacing
+from pipeline.top.board import MARKS, Board, History, at, spacing
 from pipeline.top.feed import Feed
 from pipeline.why.result import Evidence
 
@@ -34,14 +35,24 @@ CONFIG = loading.load("quickstart", ())
 
 
 def items(story: Story) -> list[Item]:
-    return [(Entry(e.stream, f"{n}-0", encode(e)), e) for n, e in enumerate(story.log, 1)]
+    return [(Entry(e.stream, f"{n}-0", encode(e)), e, n) for n, e in enumerate(story.log, 1)]
 
 
 def folded(log: list[Item]) -> Board:
     board = Board()
-    for item in log:
-        board.take(item)
+    board.extend(log)
     return board
+
+
+def batches(log: list[Item], size: int = 3) -> list[list[Item]]:
+    return [log[start : start + size] for start in range(0, len(log), size)]
+
+
+def remembered(log: list[Item], every: int) -> History:
+    history = History(every)
+    for part in batches(log):
+        history.extend(part)
+    return history
 
 
 def facts(board: Board) -> object:
@@ -50,31 +61,28 @@ def facts(board: Board) -> object:
 
 def test_the_board_of_a_moment_is_the_fold_of_the_events_up_to_it() -> None:
     log = items(trained(8))
-    history = History(every=7)
-    history.extend(log)
+    history = remembered(log, every=7)
     for position in range(1, len(log) + 1):
-        assert facts(at(history, position, log)) == facts(folded(log[:position]))
+        assert facts(at(history, position, batches(log))) == facts(folded(log[:position]))
 
 
 def test_looking_at_a_moment_changes_no_other() -> None:
     log = items(trained(4))
-    history = History(every=5)
-    history.extend(log)
+    history = remembered(log, every=5)
     before = facts(history.board)
-    at(history, len(log), log)
-    first = facts(at(history, 12, log))
-    at(history, 20, log)
-    assert (facts(history.board), facts(at(history, 12, log))) == (before, first)
+    at(history, len(log), batches(log))
+    first = facts(at(history, 12, batches(log)))
+    at(history, 20, batches(log))
+    assert (facts(history.board), facts(at(history, 12, batches(log)))) == (before, first)
 
 
 def test_marks_stay_few_however_long_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(boards, "MARKS", 3)
     log = items(trained(4))
-    history = History(every=1)
-    history.extend(log)
+    history = remembered(log, every=1)
     assert len(log) > 18
     assert len(history._marks) <= 6
-    assert facts(at(history, 10, log)) == facts(folded(log[:10]))
+    assert facts(at(history, 10, batches(log))) == facts(folded(log[:10]))
 
 
 def test_marks_of_a_short_log_cost_nothing() -> None:

@@ -226,7 +226,7 @@ def test_a_window_of_much_is_bins_and_nothing_is_lost(monkeypatch: pytest.Monkey
 def test_what_is_under_way_at_the_end_is_told(scene: Scene):
     timeline, index = Timeline(), Index()
     for entry, (position, envelope) in zip(scene.world.store.log, log_of(scene), strict=True):
-        timeline.take(index.extend([(entry, envelope, position)]), envelope)
+        timeline.extend(index.extend([(entry, envelope, position)]), [envelope])
         if isinstance(envelope.body, ev.TransferStarted):
             break
     under_way = timeline.window(index, 0.0, timeline.length, 800)["open"]
