@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from actors.recorder import archive
-from actors.recorder.ordering import START, advance, number, settled
+from actors.recorder.ordering import START, advance, number, numbers, settled
 from contracts.core import Entry
 from contracts.envelope import STREAMS, ContractError, Envelope, decode
 from contracts.events import Event, RunFinished, TaskIssued
@@ -116,14 +116,11 @@ def batches(run: RunDir, behind: Mapping[str, int] | None = None, size: int = BA
     known = behind or {}
     try:
         for entries in archive.batches(archive.frames(run.events, behind=behind), size):
-            places = [number(entry.entry) for entry in entries]
-            found = [
-                (entry, decode(entry.stream, entry.data), place)
-                for entry, place in zip(entries, places, strict=True)
-                if not known or place > known.get(entry.stream, -1)
-            ]
-            if found:
-                yield found
+            if known:
+                entries = [entry for entry in entries if number(entry.entry) > known.get(entry.stream, -1)]
+            if entries:
+                envelopes = [decode(entry.stream, entry.data) for entry in entries]
+                yield list(zip(entries, envelopes, numbers(entries), strict=True))
     except archive.ArchiveError as error:
         raise PipelineError(str(error), Exit.FAILED) from error
     except ContractError as error:

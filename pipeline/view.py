@@ -67,7 +67,8 @@ class View:
 
     def __init__(self, keep: int | None = None) -> None:
         self._steps = Steps()
-        self._generated: deque[tuple[float, int]] = deque()
+        self.generated: deque[tuple[float, int]] = deque()
+        """(time, tokens) of the samples of the last `RATE_S`."""
         self._groups: dict[int, int] = {}
         self._settled = 0
         self.rows: deque[Row] = deque(maxlen=keep)
@@ -174,7 +175,7 @@ class View:
 
     def generated_per_s(self, now: float) -> float:
         """Generated tokens a second over the last `RATE_S`."""
-        tokens = sum(count for at, count in self._generated if at > now - RATE_S)
+        tokens = sum(count for at, count in self.generated if at > now - RATE_S)
         age = RATE_S if self.started_at is None else min(RATE_S, max(now - self.started_at, 1.0))
         return tokens / age
 
@@ -211,7 +212,7 @@ class View:
     def _trajectory(self, event: events.TrajectoryFinished, wall: float) -> None:
         self.totals["trajectories"] += 1
         self.totals["generated_tokens"] += event.completion_tokens
-        generated = self._generated
+        generated = self.generated
         generated.append((wall, event.completion_tokens))
         while generated[0][0] < wall - RATE_S:
             generated.popleft()

@@ -220,14 +220,15 @@ class Steps:
 
     def _finished_sample(self, event: events.TrajectoryFinished, wall: float) -> None:
         self._generated += event.completion_tokens
-        components = event.components
+        train, components = event.split == "train", event.components
+        self._finished += train
+        if not components:
+            return
         if "noncontiguous" in components:
             self._totals["noncontiguous"] += 1
-        if event.split == "train":
-            self._finished += 1
-            sums = self._components
-            for name, value in components.items():
-                sums[name] = sums.get(name, 0.0) + value
+        sums = self._components
+        for name, value in components.items() if train else ():
+            sums[name] = sums.get(name, 0.0) + value
 
     def _failed_sample(self, event: events.SampleFailed, wall: float) -> None:
         self._totals["failed_samples"] += 1

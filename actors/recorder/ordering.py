@@ -16,6 +16,11 @@ def number(entry: str) -> int:
     return int(entry.partition("-")[0])
 
 
+def numbers(entries: Iterable[Entry]) -> list[int]:
+    """The place of each in the log; cheaper than `number` of each."""
+    return [int(entry.entry[:-2]) for entry in entries]
+
+
 def settled(entries: Sequence[Entry], page: int) -> list[Entry]:
     """One reading of several streams in the order of commits.
 

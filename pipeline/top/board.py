@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from itertools import chain
 
 from actors.recorder.metrics import Row
 from contracts.core import Entry
@@ -50,9 +51,11 @@ class Board:
         return self.view.extend([envelope for _, envelope, _ in batch])
 
     def copy(self) -> Board:
-        """A board that goes on by itself. Events and finished rows are never changed, so both may hold them."""
+        """A board that goes on by itself. Events, and what is over, are never changed, so both may hold them."""
         made = Board()
-        kept = {id(each): each for each in (*self.recent, *self.view.rows, *self.view.refits)}
+        model, view = self.model, self.view
+        done = chain(self.recent, view.rows, view.refits, view.generated, model.past, model.results)
+        kept = {id(each): each for each in chain(done, *model.waited.values())}
         made.model, made.view = copy.deepcopy((self.model, self.view), kept)
         made.recent.extend(self.recent)
         made.streams.update(self.streams)

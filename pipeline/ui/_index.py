@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatchcase
 
 import msgspec
@@ -61,9 +62,11 @@ class Index:
         self._kind_numbers = {kind: number for number, kind in enumerate(KINDS)}
         self._types = {kind: self._kind_numbers[kind.__struct_config__.tag] for kind in STREAM_OF}
         self._columns = Columns("qqBHqqI")
-        self._blocks: list[bytes] = []
+        self._blocks: list[Future[bytes]] = []
         self._open: list[bytes] = []
         self._pack = zstandard.ZstdCompressor(level=LEVEL)
+        self._packer = ThreadPoolExecutor(1, thread_name_prefix="pack")
+        """Compresses beside the folds, which hold the interpreter."""
         self._unpack = zstandard.ZstdDecompressor()
         self._unpacked: dict[int, bytes] = {}
 
@@ -89,7 +92,7 @@ class Index:
         )
         self._open += data
         while len(self._open) >= BLOCK:
-            self._blocks.append(self._pack.compress(b"".join(self._open[:BLOCK])))
+            self._blocks.append(self._packer.submit(self._pack.compress, b"".join(self._open[:BLOCK])))
             del self._open[:BLOCK]
         return first
 
@@ -190,7 +193,7 @@ class Index:
 
     def _containing(self, block: int, rows: Rows, needle: bytes) -> list[int]:
         closed = block < len(self._blocks)
-        data = (self._unpack.decompress(self._blocks[block]) if closed else b"".join(self._open)).lower()
+        data = (self._unpack.decompress(self._blocks[block].result()) if closed else b"".join(self._open)).lower()
         if needle not in data:
             return []
         first = block * BLOCK
@@ -208,5 +211,5 @@ class Index:
         if data is None:
             if len(self._unpacked) >= KEPT:
                 del self._unpacked[next(iter(self._unpacked))]
-            data = self._unpacked[number] = self._unpack.decompress(self._blocks[number])
+            data = self._unpacked[number] = self._unpack.decompress(self._blocks[number].result())
         return data

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from actors.recorder import archive
-from actors.recorder.ordering import START, advance, number, settled
+from actors.recorder.ordering import START, advance, number, numbers, settled
 from actors.startup import uncollected
 from config.schema import RunConfig
 from contracts.core import Entry
@@ -103,8 +103,8 @@ class Source:
 
     def _decoded(self, entries: Sequence[Entry]) -> Iterator[Item]:
         """Those that are new and can be read."""
-        for entry in entries:
-            if (position := number(entry.entry)) <= self._last:
+        for entry, position in zip(entries, numbers(entries), strict=True):
+            if position <= self._last:
                 continue
             self._last = position
             try:

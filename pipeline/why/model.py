@@ -170,20 +170,23 @@ class Model:
 
     def _on_trajectory_finished(self, event: ev.TrajectoryFinished, at: float, by: str) -> None:
         self.results.append((at, True))
-        self._result(event, at, by, event.valid)
+        group = self.groups.get(event.index)
+        if group is not None and event.split == "train":
+            self._result(group, event.sample, at, by, event.valid)
 
     def _on_sample_failed(self, event: ev.SampleFailed, at: float, by: str) -> None:
         self.results.append((at, False))
         self.sample_problems.append(SampleProblem(event.index, by, event.failure, event.reason, at))
-        self._result(event, at, by, False)
-
-    def _result(self, event: ev.TrajectoriesEvent, at: float, by: str, usable: bool) -> None:
         group = self.groups.get(event.index)
-        if group is None or event.split != "train" or event.sample in group.results:
+        if group is not None and event.split == "train":
+            self._result(group, event.sample, at, by, False)
+
+    def _result(self, group: Group, sample: int, at: float, by: str, usable: bool) -> None:
+        results = group.results
+        if sample in results:
             return
         self.moved_at = at
-        results = group.results
-        results[event.sample] = Result(at, by, usable, self.position)
+        results[sample] = Result(at, by, usable, self.position)
         if len(results) >= group.size and group.complete_at is None:
             group.complete_at = at
             self.group_s.append(at - group.issued_at)
