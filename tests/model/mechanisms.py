@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from actors.engine.core import EngineCore
 from actors.engine.state import Drained, Lease
 from actors.gateway.core import GatewayCore
-from actors.gateway.state import gate
+from actors.gateway.state import Drain, gate
 from actors.refit.barrier import Barriers
 from actors.refit.core import RefitCore
 from actors.refit.fleet import Fleet
@@ -101,11 +101,11 @@ class MutatedGateway(GatewayCore):
             return replace(after, epoch=state.epoch, current=state.current), commands
         return super()._dispatch(state, now)
 
-    def _report(self, state: Any, now: float) -> Any:
-        if "count calls" in self._without and state.drain is not None:
-            after, commands = super()._report(replace(state, calls={}), now)
+    def _report(self, state: Any, drain: Drain, now: float) -> Any:
+        if "count calls" in self._without:
+            after, commands = super()._report(replace(state, calls={}), drain, now)
             return replace(after, calls=state.calls), commands
-        return super()._report(state, now)
+        return super()._report(state, drain, now)
 
 
 REFIT = RefitConfig(failures=1000, retry_backoff_s=1.0, drain_deadline_s=100.0, deadline_s=1000.0, drain="interrupt")
