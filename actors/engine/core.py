@@ -12,7 +12,7 @@ rise, and results of older ones change nothing (S3).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -32,6 +32,7 @@ from actors.engine.state import (
     Loaded,
     LoadFailed,
     Local,
+    Mode,
     Part,
     Receive,
     Resume,
@@ -91,6 +92,28 @@ class EngineCore:
         self._drain_s = min(refit.drain_deadline_s, refit.deadline_s)
         # a barrier goes on without this engine after the drain deadline: no lease may outlast it
         self.lease_s = min(engine.lease_s, self._drain_s)
+        self._events: Mapping[type, Callable[[EngineState, Any], Outcome]] = {
+            RefitRequested: self._requested,
+            TransferOffered: self._offered,
+            TransferStarted: self._begun,
+            RefitCommitted: self._committed,
+            RefitFailed: _given_up,
+            EngineQuarantined: self._quarantined,
+            FleetScaled: self._scaled,
+            RunStarted: _stop,
+            RunStopping: _stop,
+        }
+        self._results: Mapping[type, tuple[Mode, Callable[[EngineState, Any], Outcome]]] = {
+            ServerReady: ("starting", self._ready),
+            Drained: ("draining", self._drained),
+            DrainFailed: ("draining", self._drain_failed),
+            Loaded: ("loading", self._loaded),
+            LoadFailed: ("loading", self._load_failed),
+            Resumed: ("resuming", _resumed),
+            LeaseLapsed: ("serving", _lapsed),
+            LeaseRenewed: ("lapsed", _renewed),
+        }
+        """Result -> the mode in which it counts, and what becomes of it."""
 
     def initial(self) -> EngineState:
         return EngineState()
@@ -131,11 +154,12 @@ class EngineCore:
     # --- steps -------------------------------------------------------------------------------------------------------
 
     def step(self, state: EngineState, input: Any, now: float) -> tuple[EngineState, Sequence[Any]]:
-        if isinstance(input, Booted):
+        kind = type(input)
+        if kind is Booted:
             after, commands = self._booted(state, input.boot)
-        elif state.mode == "dead" or isinstance(input, Tick | LeaseLost):
+        elif state.mode == "dead" or kind is Tick or kind is LeaseLost:
             return state, ()
-        elif isinstance(input, Delivered):
+        elif kind is Delivered:
             after, commands = self._event(state, input.envelope.body)
         else:
             after, commands = self._local(state, input)
@@ -143,51 +167,40 @@ class EngineCore:
         return after, (*commands, *waits)
 
     def _event(self, state: EngineState, event: Event) -> Outcome:
-        match event:
-            case RefitRequested() if event.epoch > state.epoch:
-                return self._requested(state, event)
-            case TransferOffered() if state.part is not None and event.epoch == state.epoch:
-                return _offered(state, state.part, event), []
-            case TransferStarted() if state.part is not None and event.epoch == state.epoch:
-                return self._started(state, state.part, event)
-            case RefitCommitted() if event.epoch >= state.epoch:
-                return self._committed(state, event)
-            case RefitFailed() if event.epoch >= state.epoch:
-                return _retreat(state, event.epoch)
-            case EngineQuarantined() if event.epoch >= state.epoch and self._me(state) == (event.engine, event.boot):
-                return _retreat(state, event.epoch)
-            case FleetScaled():
-                return replace(state, retiring=self._index >= event.engines), []
-            case RunStarted():
-                return replace(state, stopping=False), []
-            case RunStopping():
-                return replace(state, stopping=True), []
-        return state, []
+        handle = self._events.get(type(event))
+        return (state, []) if handle is None else handle(state, event)
+
+    def _offered(self, state: EngineState, event: TransferOffered) -> Outcome:
+        if state.part is None or event.epoch != state.epoch:
+            return state, []
+        return _offered(state, state.part, event), []
+
+    def _begun(self, state: EngineState, event: TransferStarted) -> Outcome:
+        if state.part is None or event.epoch != state.epoch:
+            return state, []
+        return self._started(state, state.part, event)
+
+    def _quarantined(self, state: EngineState, event: EngineQuarantined) -> Outcome:
+        mine = event.epoch >= state.epoch and self._me(state) == (event.engine, event.boot)
+        return _retreat(state, event.epoch) if mine else (state, [])
+
+    def _scaled(self, state: EngineState, event: FleetScaled) -> Outcome:
+        return replace(state, retiring=self._index >= event.engines), []
 
     def _local(self, state: EngineState, input: Local) -> Outcome:
-        match input:
-            case ServerDead():
-                return self._dead(state, input.reason)
-            case ServerReady():
-                return self._ready(state, input) if state.mode == "starting" else (state, [])
-            case _ if input.epoch != state.epoch:
-                return state, []
-            case Drained() if state.mode == "draining":
-                return self._drained(state, input)
-            case DrainFailed() if state.mode == "draining":
-                return self._failed(state, "drain", input.error, input.reason)
-            case Loaded() if state.mode == "loading":
-                return self._loaded(state, input)
-            case LoadFailed() if state.mode == "loading":
-                return self._failed(state, input.phase, input.error, input.reason)
-            case Resumed() if state.mode == "resuming":
-                assert state.part is not None
-                return replace(state, mode="serving", version=state.part.version, part=None, unserved=0), []
-            case LeaseLapsed() if state.mode == "serving":
-                return replace(state, mode="lapsed"), []
-            case LeaseRenewed() if state.mode == "lapsed":
-                return replace(state, mode="serving"), []
-        return state, []
+        """A result counts in its mode and epoch only; the end of the server always does."""
+        kind = type(input)
+        if kind is ServerDead:
+            return self._dead(state, input.reason)
+        mode, handle = self._results[kind]
+        late = state.mode != mode or (kind is not ServerReady and input.epoch != state.epoch)
+        return (state, []) if late else handle(state, input)
+
+    def _load_failed(self, state: EngineState, input: LoadFailed) -> Outcome:
+        return self._failed(state, input.phase, input.error, input.reason)
+
+    def _drain_failed(self, state: EngineState, input: DrainFailed) -> Outcome:
+        return self._failed(state, "drain", input.error, input.reason)
 
     # --- boots -------------------------------------------------------------------------------------------------------
 
@@ -221,6 +234,8 @@ class EngineCore:
 
     def _requested(self, state: EngineState, event: RefitRequested) -> Outcome:
         """Admissions end here. What an older epoch left undone is given up before the drain begins."""
+        if event.epoch <= state.epoch:
+            return state, []
         if Member(*self._me(state)) not in event.engines or state.mode == "starting":
             return _retreat(state, event.epoch)
         commands: list[Any] = []
@@ -245,7 +260,8 @@ class EngineCore:
         return replace(state, mode="drained"), [_emit(drained, state.epoch)]
 
     def _started(self, state: EngineState, part: Part, event: TransferStarted) -> Outcome:
-        rank = next((m for m in event.members if (m.engine, m.boot) == self._me(state)), None)
+        me = self._me(state)
+        rank = next((m for m in event.members if (m.engine, m.boot) == me), None)
         if rank is None:
             return _retreat(state, state.epoch)
         if part.version is not None:  # repeated: the transfer is under way, or over
@@ -294,6 +310,8 @@ class EngineCore:
 
     def _committed(self, state: EngineState, event: RefitCommitted) -> Outcome:
         """The coordinator counts on its members: one that can't serve what it committed has to boot again."""
+        if event.epoch < state.epoch:
+            return state, []
         if Member(*self._me(state)) not in event.engines:
             return _retreat(state, event.epoch)
         held = state.version if state.part is None else state.part.version
@@ -317,7 +335,7 @@ class EngineCore:
         """From readiness to a commit the engine waits for the coordinator; in a lapse, for the store."""
         held = state.waiting
         on = None if state.mode in ("starting", "serving", "dead") else "store" if state.mode == "lapsed" else "refit"
-        if on == (held and held.on):
+        if on == (None if held is None else held.on):
             return state, []
         commands: list[Any] = []
         if held is not None:
@@ -331,6 +349,27 @@ class EngineCore:
 
 
 # --- parts of a step -------------------------------------------------------------------------------------------------
+
+
+def _resumed(state: EngineState, _: Resumed) -> Outcome:
+    assert state.part is not None
+    return replace(state, mode="serving", version=state.part.version, part=None, unserved=0), []
+
+
+def _lapsed(state: EngineState, _: LeaseLapsed) -> Outcome:
+    return replace(state, mode="lapsed"), []
+
+
+def _renewed(state: EngineState, _: LeaseRenewed) -> Outcome:
+    return replace(state, mode="serving"), []
+
+
+def _given_up(state: EngineState, event: RefitFailed) -> Outcome:
+    return _retreat(state, event.epoch) if event.epoch >= state.epoch else (state, [])
+
+
+def _stop(state: EngineState, event: RunStarted | RunStopping) -> Outcome:
+    return replace(state, stopping=type(event) is RunStopping), []
 
 
 def _emit(event: Event, epoch: int) -> Emit:

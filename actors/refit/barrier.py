@@ -7,6 +7,7 @@ the collective runs fails the epoch, because every receiver may then hold parts 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -51,6 +52,15 @@ class Barriers:
         self._refit = refit
         self._fleet = fleet
         self._actor = actor
+        self._answers: Mapping[type, Callable[[Turn, Any], None]] = {
+            GateClosed: self._gate_closed,
+            TransferOffered: self._offered,
+            EngineDrained: self._drained,
+            TransferFinished: self._sent,
+            TransferFailed: self._broke,
+            EngineLoaded: self._loaded,
+            EngineFailed: self._engine_failed,
+        }
 
     # --- the checks that safety rests on; the model test removes them one by one ------------------------------------
 
@@ -60,7 +70,10 @@ class Barriers:
 
     def seat(self, barrier: Barrier, engine: str, boot: int) -> Seat | None:
         """The part of exactly this boot of the engine; None when it has none, or no longer."""
-        return next((s for s in barrier.seats if s.engine == engine and s.boot == boot), None)
+        for seat in barrier.seats:
+            if seat.engine == engine and seat.boot == boot:
+                return seat
+        return None
 
     def digest_accepted(self, offered: str, digest: str) -> bool:
         """An engine that can't tell its digest (stock SGLang) is trusted."""
@@ -68,11 +81,11 @@ class Barriers:
 
     def gates_closed(self, barrier: Barrier) -> bool:
         """No gateway can send a request."""
-        return all(g.closed for g in barrier.gates)
+        return all([g.closed for g in barrier.gates])
 
     def engines_drained(self, barrier: Barrier) -> bool:
         """No receiver runs a request."""
-        return all(s.drained for s in barrier.seats)
+        return all([s.drained for s in barrier.seats])
 
     # --- answers ---------------------------------------------------------------------------------------------------
 
@@ -80,24 +93,17 @@ class Barriers:
         """Take an answer. Those of the trainer need no boot: its reboot ends the epoch."""
         if not self.epoch_matches(turn.barrier, event):
             return
-        match event:
-            case GateClosed():
-                self._gate_closed(turn, event)
-            case TransferOffered():
-                self._offered(turn, event)
-            case EngineDrained():
-                self._drained(turn, event)
-            case TransferFinished() if turn.barrier.started_at is not None:
-                turn.set_barrier(transfer_s=event.seconds)
-                turn.log("transfer finished", seconds=event.seconds, bytes=event.bytes)
-            case TransferFailed():
-                self._transfer_failed(turn, event.phase, event.error, event.reason)
-            case EngineLoaded() if turn.barrier.started_at is not None:
-                self._loaded(turn, event)
-            case EngineFailed():
-                self._engine_failed(turn, event)
-            case _:
-                pass
+        handle = self._answers.get(type(event))
+        if handle is not None:
+            handle(turn, event)
+
+    def _sent(self, turn: Turn, event: TransferFinished) -> None:
+        if turn.barrier.started_at is not None:
+            turn.set_barrier(transfer_s=event.seconds)
+            turn.log("transfer finished", seconds=event.seconds, bytes=event.bytes)
+
+    def _broke(self, turn: Turn, event: TransferFailed) -> None:
+        self._transfer_failed(turn, event.phase, event.error, event.reason)
 
     def _gate_closed(self, turn: Turn, event: GateClosed) -> None:
         gate = next((g for g in turn.barrier.gates if g.gateway == event.gateway), None)
@@ -123,6 +129,8 @@ class Barriers:
             turn.log("engine drained", engine=event.engine, seconds=event.seconds)
 
     def _loaded(self, turn: Turn, event: EngineLoaded) -> None:
+        if turn.barrier.started_at is None:
+            return
         seat, offer = self.seat(turn.barrier, event.engine, event.boot), turn.barrier.offer
         assert offer is not None
         if seat is None or seat.loaded:
@@ -250,11 +258,12 @@ class Barriers:
             for seat in turn.barrier.seats:
                 if not seat.loaded:
                     self.expel(turn, seat, "Deadline", f"did not load {waited}")
-        if sent and all(s.loaded for s in turn.barrier.seats):
+        loaded = sent and all([s.loaded for s in turn.barrier.seats])
+        if loaded:
             self._compare(turn)
         if not turn.barrier.seats:
             self.fail(turn, "verify", "NoEngine", "no engine is left")
-        elif sent and all(s.loaded for s in turn.barrier.seats):
+        elif loaded:
             self._commit(turn)
 
     def _compare(self, turn: Turn) -> None:
@@ -373,20 +382,24 @@ class Barriers:
         draining = barrier.started_at is None and not (self.gates_closed(barrier) and self.engines_drained(barrier))
         return barrier.drain_at if draining else barrier.deadline_at
 
+    def awaited(self, barrier: Barrier) -> str:
+        """Key of the wait that the epoch is in."""
+        return f"{'drain' if barrier.started_at is None else 'transfer'}-{barrier.epoch}"
+
     def wait(self, barrier: Barrier) -> tuple[Wait, str]:
         """What the epoch waits for now, and why."""
-        key, since = f"drain-{barrier.epoch}", barrier.requested_at
+        since = barrier.requested_at
         missing = {
             "gate.closed": [g.gateway for g in barrier.gates if not g.closed],
             "engine.drained": [s.engine for s in barrier.seats if not s.drained],
             "transfer.offered": ["trainer"] if barrier.offer is None else [],
         }
         if barrier.started_at is not None:
-            key, since = f"transfer-{barrier.epoch}", barrier.started_at
+            since = barrier.started_at
             missing = {
                 "transfer.finished": ["trainer"] if barrier.transfer_s is None else [],
                 "engine.loaded": [s.engine for s in barrier.seats if not s.loaded],
             }
         cause = "; ".join(f"{event} from {', '.join(names)}" for event, names in missing.items() if names)
         on = ",".join(dict.fromkeys(name for names in missing.values() for name in names))
-        return Wait(key, on, since, self.wake(barrier)), f"refit epoch {barrier.epoch} awaits {cause}"
+        return Wait(self.awaited(barrier), on, since, self.wake(barrier)), f"refit epoch {barrier.epoch} awaits {cause}"

@@ -8,7 +8,7 @@ all gates are closed and all receivers are drained.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import replace
@@ -34,6 +34,7 @@ from actors.refit.state import (
 )
 from config.schema import EngineConfig, FleetConfig, GatewayConfig, LaunchConfig, RefitConfig
 from contracts.core import Booted, Delivered, Emit, Raise
+from contracts.envelope import Envelope
 from contracts.events import (
     ActorBooted,
     ActorFailed,
@@ -79,6 +80,23 @@ class RefitCore:
         self._start_deadline_s = launch.start_deadline_s
         self._needs = Needs(refit.every, engine.count, gateway.count)
         self._actor = actor
+        self._inputs: Mapping[type, Callable[[Turn, Any], None]] = {
+            Booted: self._booted,
+            HighWritten: self._opened,
+            Missed: self._missed,
+            Heard: self._heard,
+        }
+        self._events: Mapping[type, Callable[[Turn, Any, Envelope[Event]], None]] = {
+            PolicyReady: self._policy_ready,
+            StepFinished: self._step_finished,
+            EngineReady: self._engine_ready,
+            EngineDead: self._engine_dead,
+            GatewayReady: self._gateway_ready,
+            ActorBooted: self._actor_booted,
+            FleetScaled: self._scaled,
+            RunStarted: self._started,
+            RunStopping: self._stopping,
+        }
 
     def initial(self) -> RefitState:
         """Nothing is known yet."""
@@ -111,75 +129,60 @@ class RefitCore:
     def step(self, state: RefitState, input: Any, now: float) -> tuple[RefitState, Sequence[Any]]:
         """Take one input, then go as far as it allows."""
         turn = Turn(state, now)
-        match input:
-            case Booted(boot=boot):
-                self._booted(turn, boot)
-            case HighWritten(epoch=epoch):
-                self._opened(turn, epoch)
-            case Missed():
-                self._missed(turn, input)
-            case Heard():
-                self._heard(turn, input)
-            case Delivered(envelope=envelope):
-                self._event(turn, envelope.body, envelope.boot, envelope.run)
-            case _:
-                pass
+        kind = type(input)
+        if kind is Delivered:
+            self._event(turn, input.envelope)
+        elif (handle := self._inputs.get(kind)) is not None:
+            handle(turn, input)
         self.barriers.advance(turn)
         if not (turn.state.stopping or turn.state.halted):
             self.fleet.advance(turn)
         if turn.state.phase == "idle":
             self._idle(turn)
-        turn.announce(self._actor, *self._wait(turn.state, now))
+        self._announce(turn)
         return turn.state, tuple(turn.commands)
 
-    def _booted(self, turn: Turn, boot: int) -> None:
+    def _booted(self, turn: Turn, input: Booted) -> None:
         """Only the write of a high-water mark dies with a process. Its number may be on disk: it is not taken again.
 
         The process may also belong to a run that is resumed long after it ended.
         """
         failures = 0 if turn.state.halted else turn.state.failures
-        turn.set(boot=boot, stopping=False, halted=False, failures=failures)
+        turn.set(boot=input.boot, stopping=False, halted=False, failures=failures)
         self.fleet.watch_all(turn)
         if turn.state.barrier is None:
             turn.announce(self._actor, None, "")
         if turn.state.phase == "opening":
             self._begin(turn)
 
-    def _event(self, turn: Turn, event: Event, boot: int, run: str) -> None:
-        match event:
-            case PolicyReady():
-                self._policy_ready(turn, event, run)
-            case StepFinished():
-                self._step_finished(turn, event)
-            case EngineReady():
-                self._engine_ready(turn, event, boot)
-            case EngineDead():
-                self._engine_dead(turn, event)
-            case GatewayReady():
-                self._gateway_ready(turn, event)
-            case ActorBooted():
-                self._actor_booted(turn, event)
-            case FleetScaled(engines=engines):
-                turn.set(size=engines)
-            case RunStarted(resumed=resumed):
-                turn.set(gathering=turn.state.gathering or resumed, size=None if resumed else turn.state.size)
-            case RunStopping():
-                turn.set(stopping=True)
-            case _ if turn.state.barrier is not None:
-                self.barriers.ack(turn, event)
-            case _:
-                pass
+    def _event(self, turn: Turn, envelope: Envelope[Event]) -> None:
+        event = envelope.body
+        handle = self._events.get(type(event))
+        if handle is not None:
+            handle(turn, event, envelope)
+        elif turn.state.barrier is not None:
+            self.barriers.ack(turn, event)
+
+    def _scaled(self, turn: Turn, event: FleetScaled, _: Envelope[Event]) -> None:
+        turn.set(size=event.engines)
+
+    def _started(self, turn: Turn, event: RunStarted, _: Envelope[Event]) -> None:
+        size = None if event.resumed else turn.state.size
+        turn.set(gathering=turn.state.gathering or event.resumed, size=size)
+
+    def _stopping(self, turn: Turn, _: RunStopping, __: Envelope[Event]) -> None:
+        turn.set(stopping=True)
 
     # --- the trainer -------------------------------------------------------------------------------------------------
 
-    def _policy_ready(self, turn: Turn, event: PolicyReady, run: str) -> None:
+    def _policy_ready(self, turn: Turn, event: PolicyReady, envelope: Envelope[Event]) -> None:
         known = turn.state.trainer
         if known is not None and event.trainer_boot < known.boot:
             return
-        turn.set(trainer=Trainer(event.trainer_boot, ((event.version, event.step),), run))
+        turn.set(trainer=Trainer(event.trainer_boot, ((event.version, event.step),), envelope.run))
         self._trainer_booted(turn, event.trainer_boot)
 
-    def _step_finished(self, turn: Turn, event: StepFinished) -> None:
+    def _step_finished(self, turn: Turn, event: StepFinished, _: Envelope[Event]) -> None:
         trainer = turn.state.trainer
         if trainer is None or trainer.boot != event.trainer_boot:
             return
@@ -192,8 +195,8 @@ class RefitCore:
 
     # --- the fleet ---------------------------------------------------------------------------------------------------
 
-    def _engine_ready(self, turn: Turn, event: EngineReady, actor_boot: int) -> None:
-        known = turn.state.engines.get(event.engine)
+    def _engine_ready(self, turn: Turn, event: EngineReady, envelope: Envelope[Event]) -> None:
+        actor_boot, known = envelope.boot, turn.state.engines.get(event.engine)
         if known is not None and (event.boot < known.boot or (event.boot == known.boot and known.up)):
             return
         if known is not None and event.engine not in self._needs.names(turn.state):
@@ -208,7 +211,7 @@ class RefitCore:
         self.fleet.happen(turn, event.engine, "ready", f"boot {event.boot} is up")
         turn.do(Watch(event.engine, event.boot, event.url))
 
-    def _engine_dead(self, turn: Turn, event: EngineDead) -> None:
+    def _engine_dead(self, turn: Turn, event: EngineDead, _: Envelope[Event]) -> None:
         known = turn.state.engines.get(event.engine)
         if known is not None and known.boot == event.boot:
             self._engine_down(turn, event.engine, "Died", f"died: {event.reason}")
@@ -253,7 +256,7 @@ class RefitCore:
         if self.fleet.happen(turn, input.name, "answered", "it answers again") and not engine.up:
             turn.set_engine(input.name, up=True)
 
-    def _gateway_ready(self, turn: Turn, event: GatewayReady) -> None:
+    def _gateway_ready(self, turn: Turn, event: GatewayReady, _: Envelope[Event]) -> None:
         known = turn.state.gateways.get(event.gateway)
         if known is not None and (event.boot < known.boot or (event.boot == known.boot and known.up)):
             return
@@ -265,7 +268,7 @@ class RefitCore:
         if turn.state.barrier is not None:
             self.barriers.gateway_booted(turn, name, gateway.boot)
 
-    def _actor_booted(self, turn: Turn, event: ActorBooted) -> None:
+    def _actor_booted(self, turn: Turn, event: ActorBooted, _: Envelope[Event]) -> None:
         state, name, boot = turn.state, event.actor, event.boot
         if name in state.engines and boot > state.engines[name].actor_boot:
             self._engine_down(turn, name, "Restarted", f"was restarted as boot {boot}")
@@ -309,10 +312,10 @@ class RefitCore:
         turn.set(phase="opening", epoch=epoch)
         turn.do(FsyncHigh(epoch))
 
-    def _opened(self, turn: Turn, epoch: int) -> None:
+    def _opened(self, turn: Turn, input: HighWritten) -> None:
         """The number is durable: ask for the barrier, unless what called for it is gone."""
         state = turn.state
-        if state.phase != "opening" or epoch != state.epoch:
+        if state.phase != "opening" or input.epoch != state.epoch:
             return
         turn.set(phase="idle")
         if self._needs.due(state, turn.now) and not self._needs.missing(state):
@@ -361,11 +364,20 @@ class RefitCore:
 
     # --- waits -------------------------------------------------------------------------------------------------------
 
+    def _announce(self, turn: Turn) -> None:
+        state, held = turn.state, turn.state.wait
+        barrier = state.barrier
+        if barrier is None:
+            turn.announce(self._actor, *self._wait(state, turn.now))
+        elif held is None or held.key != self.barriers.awaited(barrier):
+            turn.announce(self._actor, *self.barriers.wait(barrier))
+
     def _wait(self, state: RefitState, now: float) -> tuple[Wait | None, str]:
-        if state.barrier is not None:
-            return self.barriers.wait(state.barrier)
+        """What is waited for between two epochs."""
+        if state.phase != "idle" or not self._needs.due(state, now):
+            return None, ""
         missing = self._needs.missing(state)
-        if state.phase != "idle" or not missing or not self._needs.due(state, now):
+        if not missing:
             return None, ""
         on = ",".join(missing)
         since = state.wait.since if state.wait is not None and _for_fleet(state.wait) else now

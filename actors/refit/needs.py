@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from actors.refit.state import RefitState, Seat
+
+
+@cache
+def _names(engines: int) -> tuple[str, ...]:
+    return tuple(f"engine-{i}" for i in range(engines))
 
 
 class Needs:
@@ -15,7 +22,7 @@ class Needs:
 
     def names(self, state: RefitState) -> tuple[str, ...]:
         """The engines that the run is to have."""
-        return tuple(f"engine-{i}" for i in range(self._size if state.size is None else state.size))
+        return _names(self._size if state.size is None else state.size)
 
     def due(self, state: RefitState, now: float) -> bool:
         """A new version is due, the trainer was restored, or members are up that don't serve the last commit."""
@@ -29,16 +36,16 @@ class Needs:
             if due or trainer.boot != committed.trainer_boot:
                 return True
         engines = state.engines.values()
-        if any(e.serving and not e.up for e in engines):  # retired, and not yet told by a commit
-            return True
-        joining = any(e.up and not e.serving and e.eligible_at <= now for e in engines)
-        return joining or any(g.up and not g.open for g in state.gateways.values())
+        for engine in engines:
+            if engine.up != engine.serving and (engine.serving or engine.eligible_at <= now):
+                return True  # it is retired and not yet told by a commit, or it is joining
+        return any([g.up and not g.open for g in state.gateways.values()])
 
     def missing(self, state: RefitState) -> tuple[str, ...]:
         """Who must be ready before an epoch can begin, and isn't: one engine and the trainer, at the start all."""
         names = self.names(state)
         trainer = () if state.trainer is not None and state.trainer.versions else ("trainer",)
-        engines = tuple(n for n in names if n not in state.engines or not state.engines[n].up)
+        engines = tuple([n for n in names if n not in state.engines or not state.engines[n].up])
         if not state.gathering:
             return (*(engines if len(engines) == len(names) else ()), *trainer)
         gateways = tuple(n for n in self._gateways if n not in state.gateways or not state.gateways[n].up)

@@ -249,7 +249,7 @@ class Turn:
 
     def set_seat(self, name: str, **changes: Any) -> None:
         """Change fields of one engine's part in the epoch."""
-        seats = tuple(replace(s, **changes) if s.engine == name else s for s in self.barrier.seats)
+        seats = tuple([replace(s, **changes) if s.engine == name else s for s in self.barrier.seats])
         self.set_barrier(seats=seats)
 
     def set_gate(self, gate: Gate) -> None:
@@ -273,7 +273,7 @@ class Turn:
     def announce(self, actor: str, wanted: Wait | None, cause: str) -> None:
         """Say which wait began or ended with this step."""
         held = self.state.wait
-        if (held and held.key) == (wanted and wanted.key):
+        if (None if held is None else held.key) == (None if wanted is None else wanted.key):
             return
         if held is not None:
             self.do(Emit(WaitEnded(actor=actor, on=held.on, seconds=self.now - held.since)))

@@ -8,7 +8,7 @@ batches that the one loaded does not cover are trained again, in order, and the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from msgspec.structs import replace
@@ -70,27 +70,32 @@ class TrainerCore:
     def __init__(self, config: RunConfig) -> None:
         self.steps = config.steps
         self.every = config.checkpoint.every
+        self._inputs: Mapping[type, Callable[[State, Any, float], Step[State]]] = {
+            Delivered: self._deliver,
+            Booted: self._boot,
+            Loaded: self._loaded,
+            LoadFailed: self._load_failed,
+            Trained: self._trained,
+            Saved: self._saved,
+            Offered: self._transfer,
+            Sent: self._transfer,
+            TransferBroke: self._transfer,
+        }
+        self._events: Mapping[type, Callable[[State, Any, float], Step[State]]] = {
+            RefitRequested: self._requested,
+            TransferStarted: self._started,
+            RefitFailed: self._refit_failed,
+            RefitCommitted: self._committed,
+            RunStopping: lambda state, _, now: self._idle(replace(state, stopping=True), now),
+            RunStarted: self._run_started,
+        }
 
     def initial(self) -> State:
         return State()
 
     def step(self, state: State, input: Any, now: float) -> Step[State]:
-        match input:
-            case Booted():
-                return self._boot(state, input)
-            case Delivered():
-                return self._deliver(state, input, now)
-            case Loaded():
-                return self._loaded(state, input, now)
-            case LoadFailed():
-                return self._load_failed(state, input)
-            case Trained():
-                return self._trained(state, input, now)
-            case Saved():
-                return self._saved(state, input, now)
-            case Offered() | Sent() | TransferBroke():
-                return self._transfer(state, input)
-        return state, ()
+        handle = self._inputs.get(type(input))
+        return (state, ()) if handle is None else handle(state, input, now)
 
     def wake(self, state: State) -> float | None:
         return None
@@ -106,7 +111,7 @@ class TrainerCore:
 
     # --- life ---
 
-    def _boot(self, state: State, input: Booted) -> Step[State]:
+    def _boot(self, state: State, input: Booted, _: float) -> Step[State]:
         """Fall back to the newest checkpoint; what was trained since is owed again."""
         version = state.highest + 1
         state = replace(
@@ -124,7 +129,7 @@ class TrainerCore:
         )
         return state, (Load(path=state.covered.path, version=version),)
 
-    def _load_failed(self, state: State, input: LoadFailed) -> Step[State]:
+    def _load_failed(self, state: State, input: LoadFailed, _: float) -> Step[State]:
         """Fall back to the checkpoint before, and train again what only the damaged one covered."""
         if input.version != state.version or state.phase != "loading":
             return state, ()
@@ -167,26 +172,18 @@ class TrainerCore:
         return state, (Emit(ready), *commands)
 
     def _deliver(self, state: State, input: Delivered, now: float) -> Step[State]:
-        match input.envelope.body:
-            case BatchReady() as batch:
-                return self._batch(state, Pending(input.ref, batch), now)
-            case RefitRequested() as requested if requested.epoch > state.epoch:
-                state = replace(state, epoch=requested.epoch, refit_deadline=requested.deadline_at, sending=True)
-                timeout = max(0.0, requested.deadline_at - now)
-                return state, (Abandon(requested.epoch - 1), Offer(requested.epoch, requested.version, timeout))
-            case TransferStarted() as started if started.epoch == state.epoch:
-                return state, (Send(started, max(0.0, state.refit_deadline - now)),)
-            case RefitFailed() as failed if failed.epoch == state.epoch:
-                return replace(state, sending=False), (Abandon(failed.epoch),)
-            case RefitCommitted() as committed if committed.epoch == state.epoch:
-                return replace(state, sending=False), ()
-            case RunStopping():
-                state = replace(state, stopping=True)
-                return self._next(state, now) if state.phase == "idle" else (state, ())
-            case RunStarted() if state.stopping:
-                state = replace(state, stopping=False)
-                return self._next(state, now) if state.phase == "idle" else (state, ())
-        return state, ()
+        event = input.envelope.body
+        kind = type(event)
+        if kind is BatchReady:
+            return self._batch(state, Pending(input.ref, event), now)
+        handle = self._events.get(kind)
+        return (state, ()) if handle is None else handle(state, event, now)
+
+    def _run_started(self, state: State, _: RunStarted, now: float) -> Step[State]:
+        return self._idle(replace(state, stopping=False), now) if state.stopping else (state, ())
+
+    def _idle(self, state: State, now: float) -> Step[State]:
+        return self._next(state, now) if state.phase == "idle" else (state, ())
 
     # --- steps ---
 
@@ -194,8 +191,7 @@ class TrainerCore:
         held = {item.ref for item in (*state.queue, *state.trained, *state.covered.held)}
         if pending.ref in held:
             return state, ()
-        state = replace(state, queue=(*state.queue, pending))
-        return self._next(state, now) if state.phase == "idle" else (state, ())
+        return self._idle(replace(state, queue=(*state.queue, pending)), now)
 
     def _next(self, state: State, now: float) -> Step[State]:
         """From idle: save what must be saved, else train the next batch, else wait for one."""
@@ -281,7 +277,25 @@ class TrainerCore:
 
     # --- transfer ---
 
-    def _transfer(self, state: State, input: Offered | Sent | TransferBroke) -> Step[State]:
+    def _requested(self, state: State, event: RefitRequested, now: float) -> Step[State]:
+        if event.epoch <= state.epoch:
+            return state, ()
+        state = replace(state, epoch=event.epoch, refit_deadline=event.deadline_at, sending=True)
+        timeout = max(0.0, event.deadline_at - now)
+        return state, (Abandon(event.epoch - 1), Offer(event.epoch, event.version, timeout))
+
+    def _started(self, state: State, event: TransferStarted, now: float) -> Step[State]:
+        late = event.epoch != state.epoch
+        return state, () if late else (Send(event, max(0.0, state.refit_deadline - now)),)
+
+    def _refit_failed(self, state: State, event: RefitFailed, _: float) -> Step[State]:
+        late = event.epoch != state.epoch
+        return (state, ()) if late else (replace(state, sending=False), (Abandon(event.epoch),))
+
+    def _committed(self, state: State, event: RefitCommitted, _: float) -> Step[State]:
+        return replace(state, sending=False) if event.epoch == state.epoch else state, ()
+
+    def _transfer(self, state: State, input: Offered | Sent | TransferBroke, _: float) -> Step[State]:
         if input.epoch != state.epoch:
             return state, ()
         event: Any
