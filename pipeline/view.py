@@ -137,7 +137,7 @@ class View:
         handlers, rows, seen = self._handlers, [], 0
         fold = self._steps.handlers
         for envelope in log:
-            body = envelope.body
+            body: Any = envelope.body
             kind, wall = type(body), envelope.wall_ns / 1e9
             if self.started_at is None:
                 self.started_at = wall

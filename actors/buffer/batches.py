@@ -52,16 +52,19 @@ class Batches:
 
     def emit(self, state: State, chosen: tuple[int, ...]) -> Step[State]:
         step = state.target()
-        groups = tuple(group_ref(index, state.ready[index], step) for index in chosen)
-        flat = sum(state.ready[index].flat() for index in chosen)
         lags: dict[int, int] = {}
-        for sample in (sample for group in groups for sample in group.samples if sample.valid):
-            lags[sample.lag] = lags.get(sample.lag, 0) + 1
-        closed = state.closed
+        groups, flat = [], 0
         for index in chosen:
-            closed = closed.add(index)
-        batch = BatchReady(batch=state.next_batch, groups=groups)
-        state = replace(state, ready=without(state.ready, *chosen), closed=closed, next_batch=state.next_batch + 1)
+            group, rewards = group_ref(index, state.ready[index], step), set()
+            groups.append(group)
+            for sample in group.samples:
+                if sample.valid:
+                    rewards.add(sample.reward)
+                    lags[sample.lag] = lags.get(sample.lag, 0) + 1
+            flat += len(rewards) < 2
+        batch = BatchReady(batch=state.next_batch, groups=tuple(groups))
+        ready, closed = without(state.ready, *chosen), state.closed.add(*chosen)
+        state = replace(state, ready=ready, closed=closed, next_batch=state.next_batch + 1)
         depth = BufferDepth(
             batch=batch.batch,
             ready=len(state.ready),

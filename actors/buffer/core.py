@@ -108,7 +108,7 @@ class BufferCore:
         return state.stopping
 
     def _deliver(self, state: State, input: Delivered, now: float) -> Step[State]:
-        event = input.envelope.body
+        event: Any = input.envelope.body
         kind = type(event)
         if kind is TrajectoryFinished or kind is SampleFailed:
             return self._result(state, event, input.ref, now)
@@ -276,17 +276,19 @@ class BufferCore:
     def _complete(self, state: State, index: int, now: float, why: str = "incomplete") -> Step[State]:
         """No more samples are waited for: the group is ready, dropped, or its missing samples are issued again."""
         group = state.open[index]
-        missing = group.missing()
+        missing = len(group.samples) < group.size
         if missing and self.config.group_policy == "drop":
             return self._drop(state, index, why, now)
         if missing and group.issue is not None and group.replaced < self.config.replacements:
             return self._replace(state, index, group.issue, now)
-        if len(group.valid()) < 2:
+        if sum([sample.valid for sample in group.samples]) < 2:
             return self._drop(state, index, "lost" if why == "lost" and not group.samples else "too_few_valid", now)
         if self.config.skip_flat_groups and group.flat():
             return self._drop(state, index, "flat", now)
-        ready = {**state.ready, index: replace(group, issue=None, late_at=None)}
-        return replace(state, open=without(state.open, index), ready=ready), _no_longer_late(index, group, now)
+        ended = () if group.late_at is None else _no_longer_late(index, group, now)
+        if group.issue is not None or ended:
+            group = replace(group, issue=None, late_at=None)
+        return replace(state, open=without(state.open, index), ready={**state.ready, index: group}), ended
 
     def _replace(self, state: State, index: int, task: TaskIssued, now: float) -> Step[State]:
         """Issue the missing samples once more, with attempts that draw other random numbers."""

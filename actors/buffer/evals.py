@@ -30,7 +30,7 @@ def admit(state: State, event: TrajectoriesEvent, now: float, shape: Shape) -> S
     if key in held.seen:
         return state, reject(event, "duplicate: the sample has a result")
     held = replace(held, seen=held.seen | {key})
-    reason = refusal(state, event)
+    reason = refusal(state, event) if isinstance(event, TrajectoryFinished) else None
     if isinstance(event, TrajectoryFinished) and reason is None:
         commands: tuple[Any, ...] = (Release((event.payload.key,)),)
         held = with_reward(held, event, state.versions)

@@ -17,11 +17,11 @@ class Marks(msgspec.Struct, frozen=True):
     def __len__(self) -> int:
         return self.floor + len(self.above)
 
-    def add(self, number: int) -> Marks:
-        """These marks and `number`, which must not be marked yet."""
-        if number != self.floor:
-            return Marks(self.floor, self.above | {number})
-        floor = number + 1
-        while floor in self.above:
+    def add(self, *numbers: int) -> Marks:
+        """These marks and `numbers`, which must not be marked yet."""
+        above, floor = self.above.union(numbers), self.floor
+        if floor not in above:
+            return Marks(floor, above)
+        while floor in above:
             floor += 1
-        return Marks(floor, frozenset(mark for mark in self.above if mark > floor))
+        return Marks(floor, frozenset([mark for mark in above if mark > floor]))

@@ -140,9 +140,9 @@ def lag_of(oldest: int | None, step: int) -> int:
     return 0 if oldest is None else step - oldest
 
 
-def refusal(state: State, event: TrajectoriesEvent) -> str | None:
+def refusal(state: State, event: TrajectoryFinished) -> str | None:
     """Why the sources of a trajectory bar it from the buffer, None if they don't."""
-    if type(event) is SampleFailed or state.sources.issuperset(event.sources):
+    if state.sources.issuperset(event.sources):
         return None
     for source in event.sources:
         if source.version in state.abandoned:

@@ -7,7 +7,7 @@ waiting to be tried; results for tasks that are no longer ours are thrown away.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -133,7 +133,7 @@ class CollectorCore:
     # --- life ---
 
     def _deliver(self, state: State, input: Delivered, now: float) -> Step[State]:
-        event = input.envelope.body
+        event: Any = input.envelope.body
         kind = type(event)
         if kind is TaskIssued:
             return self._task(state, input.ref, event, now)
@@ -240,7 +240,7 @@ class CollectorCore:
     def _sample_done(self, state: State, input: SampleDone, now: float) -> Step[State]:
         if not _current(state, input.ref, input):
             return state, (Discard(input.handle),)
-        ended: tuple[Any, ...] = ()
+        ended: Sequence[Any] = ()
         if state.outage is not None:
             state, ended = self._end_outage(state, now)
         task = state.open[input.ref.entry].task

@@ -93,7 +93,7 @@ class EngineCore:
         # a barrier goes on without this engine after the drain deadline: no lease may outlast it
         self.lease_s = min(engine.lease_s, self._drain_s)
         self._events: Mapping[type, Callable[[EngineState, Any], Outcome]] = {
-            RefitRequested: self._requested,
+            RefitRequested: self._asked,
             TransferOffered: self._offered,
             TransferStarted: self._begun,
             RefitCommitted: self._committed,
@@ -170,6 +170,9 @@ class EngineCore:
         handle = self._events.get(type(event))
         return (state, []) if handle is None else handle(state, event)
 
+    def _asked(self, state: EngineState, event: RefitRequested) -> Outcome:
+        return self._requested(state, event) if event.epoch > state.epoch else (state, [])
+
     def _offered(self, state: EngineState, event: TransferOffered) -> Outcome:
         if state.part is None or event.epoch != state.epoch:
             return state, []
@@ -187,7 +190,7 @@ class EngineCore:
     def _scaled(self, state: EngineState, event: FleetScaled) -> Outcome:
         return replace(state, retiring=self._index >= event.engines), []
 
-    def _local(self, state: EngineState, input: Local) -> Outcome:
+    def _local(self, state: EngineState, input: Any) -> Outcome:
         """A result counts in its mode and epoch only; the end of the server always does."""
         kind = type(input)
         if kind is ServerDead:
@@ -234,8 +237,6 @@ class EngineCore:
 
     def _requested(self, state: EngineState, event: RefitRequested) -> Outcome:
         """Admissions end here. What an older epoch left undone is given up before the drain begins."""
-        if event.epoch <= state.epoch:
-            return state, []
         if Member(*self._me(state)) not in event.engines or state.mode == "starting":
             return _retreat(state, event.epoch)
         commands: list[Any] = []

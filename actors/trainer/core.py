@@ -172,7 +172,7 @@ class TrainerCore:
         return state, (Emit(ready), *commands)
 
     def _deliver(self, state: State, input: Delivered, now: float) -> Step[State]:
-        event = input.envelope.body
+        event: Any = input.envelope.body
         kind = type(event)
         if kind is BatchReady:
             return self._batch(state, Pending(input.ref, event), now)

@@ -75,7 +75,7 @@ class RunData:
 
     def extend(self, batch: Sequence[Item]) -> None:
         """Consume the next events: each view takes them all at once, which costs less than one by one."""
-        envelopes = [envelope for _, envelope, _ in batch]
+        envelopes: list[Envelope[Any]] = [envelope for _, envelope, _ in batch]
         self.follower.extend(batch)
         self.view.extend(envelopes)
         first = self.index.extend(batch)

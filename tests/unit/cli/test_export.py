@@ -20,7 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
-from story import Story, trained
+from story import Story, trained  # pyright: ignore[reportMissingImports] - pytest puts its folder on the path
 
 from contracts import events
 from contracts.core import Entry

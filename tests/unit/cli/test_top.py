@@ -9,7 +9,16 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from story import Story, batch, booted, committed, issued, requested, rolled, trained
+from story import (  # pyright: ignore[reportMissingImports] - pytest puts its folder on the path
+    Story,
+    batch,
+    booted,
+    committed,
+    issued,
+    requested,
+    rolled,
+    trained,
+)
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static, TabbedContent
 
