@@ -24,19 +24,16 @@ from pathlib import Path
 from typing import Any
 
 import redis.asyncio as aioredis
-import structlog
 
-from config.schema import BrokerConfig, RunConfig
-from contracts.core import Booted, Delivered
+from config.schema import BrokerConfig
 from contracts.envelope import Envelope, encode
-from contracts.events import PayloadRef, Provenance, RunStopping, TrajectoryFinished
+from contracts.events import PayloadRef, Provenance, TrajectoryFinished
 from contracts.trajectory import Sampling, Sequence, TokenSpan, Trajectory
 from contracts.trajectory import decode as decode_trajectory
 from contracts.trajectory import encode as encode_trajectory
 from pipeline.broker import choose
 from pipeline.bus import Bus, Commit, Lease
-from pipeline.runtime.clock import WallClock
-from pipeline.runtime.loop import BATCH, Runtime
+from pipeline.runtime.loop import BATCH
 
 GROUP = "readers"
 ROUNDS, N = 3, 640
@@ -220,10 +217,10 @@ def finished(number: int, size: int) -> bytes:
         sources=(Provenance(3, "engine-0", 1),),
         seconds=1.0,
     )
-    return encode(_envelope(f"collector-0:{number}.0", event, "trajectories"))
+    return encode(envelope(f"collector-0:{number}.0", event, "trajectories"))
 
 
-def _envelope(id: str, event: Any, stream: str) -> Envelope[Any]:
+def envelope(id: str, event: Any, stream: str) -> Envelope[Any]:
     return Envelope(
         id=id, run="bench", stream=stream, actor="collector-0", boot=1, epoch=3, wall_ns=1, mono_ns=1, body=event
     )
@@ -291,97 +288,6 @@ async def trajectories(url: str, raw: aioredis.Redis) -> None:
     await actor.bus.close()
 
 
-# --- latency ---------------------------------------------------------------------------------------------------------
-
-
-class Listener:
-    """A core that notes when it was handed each event."""
-
-    state_type = int
-    local_type = None
-    work = ("trajectories",)
-    watch = ("control",)
-
-    def __init__(self) -> None:
-        self.at = 0.0
-        self.heard = asyncio.Event()
-
-    def initial(self) -> int:
-        return 0
-
-    def step(self, state: int, input: Any, now: float) -> tuple[int, tuple[Any, ...]]:
-        if isinstance(input, Delivered):
-            self.at = time.perf_counter()
-            self.heard.set()
-        return state + isinstance(input, Booted), ()
-
-    def wake(self, state: int) -> float | None:
-        return None
-
-    def intake(self, state: int) -> dict[str, int]:
-        return {"trajectories": 1_000_000}
-
-    def done(self, state: int) -> bool:
-        return False
-
-
-class Quiet:
-    """A shell without effects."""
-
-    def __init__(self) -> None:
-        self.core: Any = Listener()
-
-    async def start(self, context: Any) -> None:
-        pass
-
-    async def close(self) -> None:
-        pass
-
-    def payload(self, handle: str) -> bytes:
-        raise KeyError(handle)
-
-    async def perform(self, command: Any) -> None:
-        pass
-
-
-async def latency(url: str, raw: aioredis.Redis) -> None:
-    """From just before an event is committed to the call of another actor's core, over the runtime's own loop."""
-    listening = await Bus.connect(url, "wake", actor="buffer")
-    shell = Quiet()
-    runtime = Runtime(shell, listening, "wake", "buffer", RunConfig(), "", WallClock(), structlog.get_logger())
-    running = asyncio.create_task(runtime.run())
-    actor = await Actor(await Bus.connect(url, "wake", actor="trainer")).start()
-    for stream, data in (
-        ("control", encode(_envelope("x:1.0", RunStopping(reason=""), "control"))),
-        ("trajectories", finished(1, 20_000)),
-    ):
-        samples, bare, cpu = [], [], 0.0
-        for number in range(600):
-            await asyncio.sleep(0.004)
-            shell.core.heard.clear()
-            before, computed = time.perf_counter(), time.process_time()
-            await actor.commit(1, adds=[(stream, data)])
-            await shell.core.heard.wait()
-            if number >= 100:
-                cpu += time.process_time() - computed
-                samples.append((shell.core.at - before) * 1000)
-                bare.append(
-                    await seconds(lambda data=data: raw.execute_command("XADD", "plain", "*", "e", data)) * 1000
-                )
-        samples.sort()
-        kind = "broadcast" if stream == "control" else "work"
-        p50, p99 = statistics.median(samples), samples[len(samples) * 99 // 100]
-        print(
-            f"emit to handler, {kind}: p50 {p50:.2f} ms, p99 {p99:.2f} ms, CPU {cpu / len(samples) * 1e6:.0f} us; ",
-            end="",
-        )
-        print(f"plain XADD in turns with it: p50 {statistics.median(bare):.2f} ms", flush=True)
-    running.cancel()
-    await asyncio.gather(running, return_exceptions=True)
-    await actor.bus.close()
-    await listening.close()
-
-
 async def main(url: str, parts: list[str]) -> None:
     socket = url.removeprefix("unix://")
     raw = aioredis.Redis(unix_socket_path=socket, protocol=2)
@@ -391,6 +297,8 @@ async def main(url: str, parts: list[str]) -> None:
     for size in (1_000, 20_000) if "events" in parts else ():
         await events(url, raw, socket, size)
     if "latency" in parts:
+        from tests.bench.latency import latency
+
         await latency(url, raw)
     await raw.aclose()
 
