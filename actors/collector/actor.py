@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import json
-import math
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar, cast
 
 import msgspec
 
+from actors.collector import results
 from actors.collector.calls import Calls, CallTimeout
 from actors.collector.core import (
     Cancel,
@@ -27,17 +25,17 @@ from actors.collector.core import (
     ThreadsStuck,
     Try,
 )
+from actors.collector.episode import Deadline, Remote, bounded
 from actors.collector.grading import graded
 from actors.collector.session import RolloutSession, Transcript
 from actors.environments.isolated import loaded
 from actors.environments.loading import ProducerError, is_multi_turn, load
 from actors.gateway import client as gateway
-from config.schema import RolloutConfig, RunConfig
-from contracts import trajectory
+from config.schema import RunConfig
 from contracts.core import Context, Fatal, Ref
 from contracts.events import FailureKind
-from contracts.producer import DataError, Endpoint, Outcome, Place, Started, Task
-from contracts.trajectory import Sampling, Trajectory, TrajectoryError
+from contracts.producer import DataError, Outcome, Place, Started, Task
+from contracts.trajectory import Sampling, TrajectoryError
 
 T = TypeVar("T")
 
@@ -150,8 +148,8 @@ class CollectorShell:
     async def _single_turns(self, command: Rollout) -> None:
         """One call of the gateway for all samples, then one score each."""
         started = self._context.clock.now()
-        deadline = _Deadline(self._config.rollout.deadline_s)
-        task = _task(command)
+        deadline = Deadline(self._config.rollout.deadline_s)
+        task = results.task_of(command)
         answer = await self._settled(command, command.tries, self._ask(command, task, deadline))
         if answer is None:
             return
@@ -167,13 +165,13 @@ class CollectorShell:
 
         await asyncio.gather(*(score(*pair) for pair in zip(command.tries, answer.samples, strict=True)))
 
-    async def _ask(self, command: Rollout, task: Task, deadline: _Deadline) -> gateway.Generated:
+    async def _ask(self, command: Rollout, task: Task, deadline: Deadline) -> gateway.Generated:
         prompt = await self._call("prompt", lambda: self._producer.prompt(task), deadline)
         asked: dict[str, Any] = {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt}
         return await self._generate(command, command.tries[0], deadline, n=len(command.tries), **asked)
 
-    async def _score(self, task: Task, text: str, deadline: _Deadline) -> Outcome:
-        return _outcome(await self._call("score", lambda: self._producer.score(task, text), deadline))
+    async def _score(self, task: Task, text: str, deadline: Deadline) -> Outcome:
+        return results.outcome_of(await self._call("score", lambda: self._producer.score(task, text), deadline))
 
     async def _episodes(self, command: Rollout) -> None:
         """One episode a sample, driven by the producer."""
@@ -181,17 +179,17 @@ class CollectorShell:
 
     async def _episode(self, command: Rollout, each: Try) -> None:
         started = self._context.clock.now()
-        deadline = _Deadline(self._config.rollout.deadline_s)
+        deadline = Deadline(self._config.rollout.deadline_s)
 
         async def generate(**asked: Any) -> gateway.Generated:
             return await self._generate(command, each, deadline, **asked)
 
         rules = self._config.rollout
         name, sampling = self._episode_name(command, each), self._seeded(command, each, "episode")
-        remote = _Remote(self._client(command.url), name, each, sampling, rules, deadline)
+        remote = Remote(self._client(command.url), name, each, sampling, rules, deadline)
         session = RolloutSession(generate, self._sampling, rules, remote)
-        bounded = _bounded(self._play(_task(command), session), deadline.left())
-        outcome = await self._settled(command, (each,), bounded)
+        played = bounded(self._play(results.task_of(command), session), deadline.left())
+        outcome = await self._settled(command, (each,), played)
         if session.diverged is not None:
             self._context.log.warning("noncontiguous", task=command.task.task, sample=each.sample, at=session.diverged)
         if outcome is not None:
@@ -213,7 +211,7 @@ class CollectorShell:
             await session.abandon()
         if not session.transcript.ids:
             raise DataError("the rollout ended without a turn")
-        return _outcome(value)
+        return results.outcome_of(value)
 
     async def _settled(self, command: Rollout, tries: tuple[Try, ...], work: Coroutine[Any, Any, T]) -> T | None:
         """The value of `work`, or None after its failure was reported for all `tries`."""
@@ -244,7 +242,7 @@ class CollectorShell:
             self._context.deliver(ThreadsStuck(self._calls.stuck, str(problem)[:2000]))
 
     async def _generate(
-        self, command: Rollout, each: Try, deadline: _Deadline, *, n: int = 1, turn: int = 1, **asked: Any
+        self, command: Rollout, each: Try, deadline: Deadline, *, n: int = 1, turn: int = 1, **asked: Any
     ) -> gateway.Generated:
         """One request to the gateway."""
         return await self._client(command.url).generate(
@@ -261,14 +259,14 @@ class CollectorShell:
         return self._clients[url]
 
     def _episode_name(self, command: Rollout, each: Try) -> str:
-        return f"{self._context.actor}.{self._context.boot}-{_origin(command, each)}"
+        return f"{self._context.actor}.{self._context.boot}-{results.origin(command, each)}"
 
     def _seeded(self, command: Rollout, each: Try, turn: int | str) -> Sampling:
         """Random numbers are a function of run seed, task, sample, attempt and turn."""
-        seed = _seed(f"{command.task.seed}/{_origin(command, each)}/{turn}")
+        seed = results.seed(f"{command.task.seed}/{results.origin(command, each)}/{turn}")
         return msgspec.structs.replace(self._sampling, seed=seed)
 
-    async def _call(self, name: str, work: Callable[[], T], deadline: _Deadline) -> T:
+    async def _call(self, name: str, work: Callable[[], T], deadline: Deadline) -> T:
         """One blocking call of the producer."""
         limit = min(self._config.rollout.score_deadline_s, deadline.left())
         try:
@@ -288,7 +286,7 @@ class CollectorShell:
         if mask is None and self._masks(command, transcript):
             mask = f"overlong: cut off at rollout.max_new_tokens={self._sampling.max_new_tokens}"
         try:
-            payload = _encode(command, each, transcript, outcome, mask)
+            payload = results.encode(command, each, transcript, outcome, mask)
         except TrajectoryError as error:
             self._problem(command, each, Failed("data", str(error)))
             return
@@ -333,110 +331,6 @@ class CollectorShell:
         if tasks:
             await asyncio.wait(tasks, timeout=5.0)
         return Cancelled()
-
-
-class _Remote:
-    """`actors.collector.session.Remote` of one rollout."""
-
-    def __init__(
-        self,
-        client: gateway.GatewayClient,
-        name: str,
-        each: Try,
-        sampling: Sampling,
-        rules: RolloutConfig,
-        deadline: _Deadline,
-    ) -> None:
-        self._client = client
-        self._name = name
-        self._each = each
-        self._sampling = sampling
-        self._rules = rules
-        self._deadline = deadline
-
-    async def open(self) -> Endpoint:
-        left = self._deadline.left()
-        url = await self._client.open(self._name, self._sampling, left, self._rules.noncontiguous)
-        return Endpoint(
-            base_url=url,
-            session=self._name,
-            temperature=self._sampling.temperature,
-            max_new_tokens=self._sampling.max_new_tokens,
-            deadline_s=left,
-            sample=self._each.sample,
-            attempt=self._each.attempt,
-        )
-
-    async def finish(self, session: str) -> gateway.Record:
-        return await self._client.finish(session)
-
-
-class _Deadline:
-    """A point in time on the loop's clock."""
-
-    def __init__(self, seconds: float) -> None:
-        self._at = asyncio.get_running_loop().time() + seconds
-
-    def left(self) -> float:
-        return max(0.001, self._at - asyncio.get_running_loop().time())
-
-
-async def _bounded(work: Coroutine[Any, Any, T], seconds: float) -> T:
-    """`work`'s value. Raises `TimeoutError` in time even if `work` ignores its cancellation."""
-    task = asyncio.ensure_future(work)
-    try:
-        done, _ = await asyncio.wait({task}, timeout=seconds)
-    finally:
-        if not task.done():
-            task.cancel()
-            task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-    if not done:
-        raise TimeoutError
-    return task.result()
-
-
-def _origin(command: Rollout, each: Try) -> str:
-    return f"{command.task.index}.{each.sample}.{each.attempt}"
-
-
-def _seed(text: str) -> int:
-    """31 bits."""
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest()) >> 1
-
-
-def _task(command: Rollout) -> Task:
-    return Task(id=command.task.task, payload=json.loads(command.task.payload), cursor="")
-
-
-def _outcome(value: Any) -> Outcome:
-    """What a score or rollout answered, as an `Outcome`. Raises `DataError` unless its reward is a finite number."""
-    outcome = value if isinstance(value, Outcome) else None
-    if outcome is None and isinstance(value, int | float):
-        outcome = Outcome(reward=float(value))
-    if outcome is None or not math.isfinite(outcome.reward):
-        raise DataError(f"answered {value!r}; a finite number or an Outcome with a finite reward is expected")
-    return outcome
-
-
-def _encode(command: Rollout, each: Try, transcript: Transcript, outcome: Outcome, mask: str | None) -> bytes:
-    """The encoded trajectory. Raises `TrajectoryError`."""
-    task = command.task
-    sequences = transcript.sequences()
-    for number, sequence in enumerate(sequences):
-        trajectory.check(sequence, f"task {task.task} sample {each.sample} sequence {number}")
-    return trajectory.encode(
-        Trajectory(
-            task=task.task,
-            index=task.index,
-            sample=each.sample,
-            attempt=each.attempt,
-            reward=outcome.reward,
-            components=dict(outcome.components),
-            mask_reason=mask,
-            sequences=sequences,
-            info=dict(outcome.info),
-        )
-    )
 
 
 def _name(error: BaseException) -> str:
