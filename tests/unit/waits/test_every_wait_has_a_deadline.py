@@ -115,6 +115,11 @@ ALLOWED = (
     Allowed(r"pipeline/top/feed.py:Feed._follow", r"pages", "who watches a run waits for it"),
     Allowed(r"pipeline/runtime/loop.py:Runtime._work", r"self._wants.wait\(\)", RUN),
     Allowed(r"pipeline/runtime/loop.py:Runtime._something", r"self._arrived.wait\(\)", "its timer, set by core.wake"),
+    Allowed(
+        r"pipeline/ui/_index.py:Index._(containing|block)",
+        r"self._blocks\[\w+\].result\(\)",
+        "one block is compressed, on a thread of ours",
+    ),
     Allowed(r"pipeline/ui/_server.py:_guard.guard", r"handler\(request\)", OURS),
     Allowed(r"pipeline/ui/(_server|command).py:(run.)?serve", r"(asyncio.Event\(\).wait\(\)|task)", "until Ctrl-C"),
     Allowed(r"actors/.*:.*", r"request.read\(\)", CALLER),
