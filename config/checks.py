@@ -110,6 +110,7 @@ def across_fields(config: RunConfig) -> list[str]:
         ],
         *_ranks(trainer),
         *_gpus(config),
+        *_memory(config),
         (
             1.0 not in trainer.betas,
             f"trainer.betas={list(trainer.betas)}: each must be at least 0 and under 1",
@@ -181,6 +182,46 @@ def _gpus(config: RunConfig) -> list[tuple[bool, str]]:
             config.refit.transport != "nccl" or not here or not both,
             f"refit.transport=nccl can't send from a GPU to itself, but trainer.device={trainer.device} and engines "
             f"share GPU {', '.join(map(str, both))}: move one, with engine.gpus or engine.device, or use ipc",
+        ),
+    ]
+
+
+def _memory(config: RunConfig) -> list[tuple[bool, str]]:
+    """Who gives memory back to whom, and when."""
+    engine, refit, trainer = config.engine, config.refit, config.trainer
+    offload = (
+        trainer.offload == "none" or trainer.backend == "torch",
+        f"trainer.offload={trainer.offload} is for trainer.backend=torch, but the backend is {trainer.backend}",
+    )
+    setting = f"engine.release={engine.release}"
+    if engine.release == "none":
+        return [offload]
+    return [
+        offload,
+        (
+            config.staleness == 0,
+            f"{setting} keeps engines from generating during each step, but buffer.max_staleness="
+            f"{config.buffer.max_staleness} has them generate ahead: use sync=true, or engine.release=none",
+        ),
+        (
+            gpus.colocated(config),
+            f"{setting} makes room on the device that trainer and engines share, but trainer.device={trainer.device}, "
+            f"engine.device={engine.device} and engine.gpus={list(engine.gpus)} put them apart: name one GPU for both "
+            "(trainer.device=cuda:0 engine.device=cuda:0), or use engine.release=none",
+        ),
+        (
+            engine.kind != "external",
+            f"{setting} can't be asked of engine.kind=external: whether that server can give memory back is not known, "
+            "and it can't be ended when it fails to; use torch or sglang, or engine.release=none",
+        ),
+        (
+            engine.kind != "sglang" or engine.device != "cpu",
+            f"{setting} needs a GPU with engine.kind=sglang, but engine.device=cpu: there SGLang gives nothing back; "
+            "use engine.release=none",
+        ),
+        (
+            refit.drain != "in_flight",
+            f"{setting} gives back the cache that refit.drain=in_flight keeps: use finish or interrupt",
         ),
     ]
 

@@ -33,6 +33,15 @@ def of_engine(config: RunConfig, index: int) -> tuple[int, ...]:
     return engine.gpus[index * share : (index + 1) * share]
 
 
+def colocated(config: RunConfig) -> bool:
+    """Whether each engine is on a device of the trainer's: a GPU of its, or the CPU."""
+    engines = [of_engine(config, index) for index in range(config.engine.count)]
+    if not any(engines):
+        return config.engine.device == "cpu" and number(config.trainer.device) is None
+    trainers = set(of_trainer(config))
+    return all(share and trainers.intersection(share) for share in engines)
+
+
 def of_engines(config: RunConfig) -> tuple[int, ...]:
     """Every GPU that an engine uses, each once, in order."""
     return tuple(sorted({gpu for index in range(config.engine.count) for gpu in of_engine(config, index)}))

@@ -179,7 +179,8 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     start_deadline_s: Seconds = 600.0
     """Longest start of all ranks, model and all; `ranks` or megatron only, as the next two."""
     step_deadline_s: Seconds = 1800.0
-    """Longest step, save or load that the ranks do together; then the trainer fails and starts again."""
+    """Longest step, save or load that the ranks do together; then the trainer fails and starts again. With
+    engine.release any step, and then the run fails."""
     export_deadline_s: Seconds = 300.0
     """Longest gathering of the weights on rank 0."""
     lr: Annotated[float, msgspec.Meta(gt=0, le=10)] = 1e-6
@@ -199,6 +200,9 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     megatron always does)."""
     activation_checkpointing: bool = False
     """Keep only what enters each layer, and compute the rest again in the backward pass (`torch` only)."""
+    offload: Literal["none", "optimizer", "all"] = "none"
+    """What waits in pinned host memory between two steps, so that engines on the same GPU have room: the optimizer's
+    state, or the parameters too (`torch` only)."""
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     """CPU threads of torch; 0 leaves torch's choice."""
     loss: LossConfig = LossConfig()
@@ -230,6 +234,9 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     threads: Processes = 1
     max_running: Groups = 256
     max_total_tokens: Tokens = 65536
+    release: Literal["none", "kv", "all"] = "none"
+    """What an engine gives back of its memory while the trainer, on the same device, takes a step: nothing, its KV
+    cache, or its weights too, which the refit that follows brings. With `sync` only."""
     lease_s: Seconds = 10.0
     """An engine that has not seen the store for this long stops serving."""
     restart_backoff_s: Seconds = 1.0

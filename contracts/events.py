@@ -259,7 +259,17 @@ class TrainingFinished(Record, frozen=True, kw_only=True, tag="training.finished
     step: int
 
 
-PolicyEvent = PolicyReady | StepFinished | CheckpointSaved | TrainingFinished
+class MemoryWanted(Record, frozen=True, kw_only=True, tag="memory.wanted"):
+    """Trainer -> coordinator: it has the batch of `step`, and trains once the engines gave their memory back.
+
+    With engine.release alone. `release.finished` for this step and boot is the answer.
+    """
+
+    step: int
+    trainer_boot: int
+
+
+PolicyEvent = PolicyReady | StepFinished | CheckpointSaved | TrainingFinished | MemoryWanted
 
 # --- refit -----------------------------------------------------------------------------------------------------------
 
@@ -458,6 +468,48 @@ class RefitFailed(Record, frozen=True, kw_only=True, tag="refit.failed"):
     reason: str
 
 
+class ReleaseRequested(Record, frozen=True, kw_only=True, tag="release.requested"):
+    """Coordinator -> gateways and engines, before any side effect: memory is wanted for `step` of the trainer.
+
+    An epoch of its own, in which nothing is transferred: gateways close their gates, engines drain as for a refit, give
+    their memory back, and serve no more until the commit of a later epoch. `deadline_at` as in `refit.requested`.
+    """
+
+    epoch: int
+    step: int
+    engines: tuple[Member, ...]
+    drain: DrainPolicy
+    deadline_at: float
+
+
+class EngineReleased(Record, frozen=True, kw_only=True, tag="engine.released"):
+    """Engine -> coordinator: nothing runs, and what `tags` name of its memory is given back.
+
+    `seconds` from the request, `release_s` of the call to its server alone. An engine that can't is killed and says
+    `engine.dead`, which gives its memory back too.
+    """
+
+    epoch: int
+    engine: str
+    boot: int
+    tags: tuple[str, ...]
+    seconds: float
+    release_s: float
+
+
+class ReleaseFinished(Record, frozen=True, kw_only=True, tag="release.finished"):
+    """Coordinator -> trainer: train `step` now. `engines` gave their memory back; the others are dead or quarantined.
+
+    Until the refit that follows the step, no engine takes its memory again.
+    """
+
+    epoch: int
+    step: int
+    trainer_boot: int
+    engines: tuple[Member, ...]
+    seconds: float
+
+
 RefitEvent = (
     RefitRequested
     | GateClosed
@@ -471,6 +523,9 @@ RefitEvent = (
     | RefitCommitted
     | EngineQuarantined
     | RefitFailed
+    | ReleaseRequested
+    | EngineReleased
+    | ReleaseFinished
 )
 
 # --- fleet -----------------------------------------------------------------------------------------------------------

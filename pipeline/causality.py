@@ -25,6 +25,7 @@ NAMED_BY: dict[type, tuple[str, ...]] = {
     ev.StepFinished: ("version",),
     ev.CheckpointSaved: ("version",),
     ev.TrainingFinished: ("version",),
+    ev.MemoryWanted: ("step", "trainer_boot"),
     ev.RefitRequested: ("epoch",),
     ev.GateClosed: ("epoch", "gateway"),
     ev.EngineDrained: ("epoch", "engine"),
@@ -37,6 +38,9 @@ NAMED_BY: dict[type, tuple[str, ...]] = {
     ev.RefitCommitted: ("epoch",),
     ev.EngineQuarantined: ("epoch", "engine"),
     ev.RefitFailed: ("epoch",),
+    ev.ReleaseRequested: ("epoch",),
+    ev.EngineReleased: ("epoch", "engine"),
+    ev.ReleaseFinished: ("epoch",),
     ev.ActorBooted: ("actor", "boot"),
     ev.EngineReady: ("engine", "boot"),
     ev.GatewayReady: ("gateway", "boot"),
@@ -50,7 +54,7 @@ NAMED_BY: dict[type, tuple[str, ...]] = {
 """Kinds that two runs have in common, and the fields that name one. Waits, depths and credit depend on timing alone."""
 
 FOLLOWS: dict[type, tuple[type, ...]] = {
-    ev.GateClosed: (ev.RefitRequested,),
+    ev.GateClosed: (ev.RefitRequested, ev.ReleaseRequested),
     ev.EngineDrained: (ev.RefitRequested,),
     ev.TransferOffered: (ev.RefitRequested,),
     ev.TransferStarted: (ev.GateClosed, ev.EngineDrained, ev.TransferOffered),
@@ -59,6 +63,8 @@ FOLLOWS: dict[type, tuple[type, ...]] = {
     ev.EngineLoaded: (ev.TransferStarted,),
     ev.RefitCommitted: (ev.TransferFinished, ev.EngineLoaded),
     ev.RefitFailed: (ev.RefitRequested,),
+    ev.EngineReleased: (ev.ReleaseRequested,),
+    ev.ReleaseFinished: (ev.ReleaseRequested, ev.EngineReleased),
 }
 """What an event of an epoch follows from within it."""
 
@@ -135,7 +141,7 @@ def _parents(
         case ev.StepFinished():
             named = [("batch.ready", body.batch)]
         case ev.RefitRequested():
-            before = [("refit.committed", body.epoch - 1), ("refit.failed", body.epoch - 1)]
+            before = [(kind, body.epoch - 1) for kind in ("refit.committed", "refit.failed", "release.finished")]
             members = [("engine.ready", member.actor, member.boot) for member in body.engines]
             named = [("step.finished", body.version), ("policy.ready", body.version), *before, *members]
         case ev.CheckpointSaved():

@@ -33,7 +33,9 @@ def _make(config: RunConfig, name: str) -> Any:
         case "trainer":
             return TrainerCore(config)
         case "refit":
-            return RefitCore(config.refit, config.engine, config.gateway, config.launch, config.fleet, name)
+            return RefitCore(
+                config.refit, config.engine, config.gateway, config.launch, config.fleet, name, config.trainer
+            )
         case "engine":
             return EngineCore(name, config.engine, config.refit)
         case "gateway":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 import socket
@@ -14,12 +16,14 @@ from typing import Any
 
 import msgspec
 
-from config import gpus
+from config import gpus, memory
 from config.schema import RunConfig
 from contracts.producer import GROUP
 from pipeline import machine
 from pipeline.errors import Exit, PipelineError
 
+HEAD_LIMIT = 100 * 2**20
+"""Bytes of the head of a safetensors file at most."""
 DEFAULT_GYM = ".venv-gym/bin/python"
 """Where `make gym` puts NeMo-Gym."""
 SGLANG = ".venv-sglang/bin/python"
@@ -80,9 +84,11 @@ def check(config: RunConfig) -> None:
         _engines(config)
         _backend(config)
         _verifiers(config)
+        _memory_saver(config)
         _gym(config)
         _port(config)
         _gpus(config)
+        _gpu_memory(config)
 
 
 def _model(config: RunConfig) -> None:
@@ -209,6 +215,20 @@ def _absent(setting: str, python: str | None, *packages: str) -> bool:
     return done.stdout.strip() == "True"
 
 
+def _memory_saver(config: RunConfig) -> None:
+    """SGLang gives memory back by a package that it does not need otherwise."""
+    engine = config.engine
+    if engine.kind != "sglang" or engine.release == "none":
+        return
+    python = engine.python or sys.executable
+    if _absent("engine.python", engine.python, "torch_memory_saver"):
+        raise PipelineError(
+            f"engine.release={engine.release} needs torch_memory_saver beside SGLang (engine.python={python}); run: "
+            f"{python} -m pip install torch_memory_saver, or use engine.release=none",
+            Exit.MISSING,
+        )
+
+
 def _gpus(config: RunConfig) -> None:
     """Every GPU that is named must be there."""
     wanted = {"trainer.device": gpus.of_trainer(config), "engine.gpus": gpus.of_engines(config)}
@@ -226,6 +246,39 @@ def _gpus(config: RunConfig) -> None:
                 "(CUDA_VISIBLE_DEVICES counts); name others, or cpu",
                 Exit.MISSING,
             )
+
+
+def _gpu_memory(config: RunConfig) -> None:
+    """What is known to be needed of each GPU must be free there."""
+    used = sorted({*gpus.of_trainer(config), *gpus.of_engines(config)})
+    model = checkpoint_size(Path(config.model.source)) if used else None
+    if model is None:
+        return
+    free = machine.free_memory(used)
+    problem = memory.too_much(memory.needs(config, model, free), free)
+    if problem is not None:
+        raise PipelineError(
+            f"{problem}; set engine.release or trainer.offload where trainer and engines share it (docs/howto/"
+            "run-on-gpus.md), lower engine.max_total_tokens, raise trainer.ranks, or move one to another GPU",
+            Exit.USAGE,
+        )
+
+
+def checkpoint_size(directory: Path) -> memory.Model | None:
+    """Of a Hugging Face checkpoint, from the heads of its safetensors files; None if there are none to read."""
+    parameters = 0
+    try:
+        for file in sorted(directory.glob("*.safetensors")):
+            with file.open("rb") as opened:
+                head = json.loads(opened.read(min(int.from_bytes(opened.read(8), "little"), HEAD_LIMIT)))
+            parameters += sum(math.prod(entry["shape"]) for name, entry in head.items() if name != "__metadata__")
+        config = json.loads((directory / "config.json").read_text())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None  # whoever loads it says what is wrong
+    heads = config.get("num_key_value_heads") or config.get("num_attention_heads") or 0
+    width = config.get("head_dim") or config.get("hidden_size", 0) // (config.get("num_attention_heads") or 1)
+    kv_values = 2 * config.get("num_hidden_layers", 0) * heads * width
+    return memory.Model(parameters, kv_values) if parameters else None
 
 
 def _engine_gpus(config: RunConfig) -> str:

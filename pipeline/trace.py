@@ -68,6 +68,9 @@ class Spans:
             ),
             ev.TransferFinished: self._sent,
             ev.EngineDrained: lambda actor, body, at: self._did(actor, f"drain epoch {body.epoch}", at, body.seconds),
+            ev.EngineReleased: lambda actor, body, at: self._did(
+                actor, f"release epoch {body.epoch}", at, body.seconds, tags=",".join(body.tags)
+            ),
             ev.EngineLoaded: self._loaded,
             ev.EngineReady: lambda actor, body, at: self._did(actor, "start server", at, body.seconds, boot=body.boot),
             ev.GateClosed: lambda actor, body, at: self._did(

@@ -65,6 +65,7 @@ class Verifier:
         self._tip: int | None = None
         self._abandoned: set[int] = set()
         self._epochs: dict[int, str] = {}
+        self._newest_epoch = 0
         self._requested: dict[int, events.RefitRequested] = {}
         self._offered: dict[int, str] = {}
         self._loaded: dict[tuple[int, str, int], str] = {}
@@ -201,9 +202,16 @@ class Verifier:
     # --- refit ---
 
     def _on_refit_requested(self, event: events.RefitRequested) -> None:
-        if self._requested and event.epoch <= max(self._requested):
-            self._find("epochs-rise", f"epoch {event.epoch} follows {max(self._requested)}")
+        self._epoch_begins(event.epoch)
         self._requested[event.epoch] = event
+
+    def _on_release_requested(self, event: events.ReleaseRequested) -> None:
+        self._epoch_begins(event.epoch)
+
+    def _epoch_begins(self, epoch: int) -> None:
+        if epoch <= self._newest_epoch:
+            self._find("epochs-rise", f"epoch {epoch} follows {self._newest_epoch}")
+        self._newest_epoch = max(self._newest_epoch, epoch)
 
     def _on_transfer_offered(self, event: events.TransferOffered) -> None:
         self._offered[event.epoch] = event.digest
@@ -219,7 +227,7 @@ class Verifier:
 
     def _on_refit_committed(self, event: events.RefitCommitted) -> None:
         self._end_epoch(event.epoch, "committed")
-        if event.epoch != max(self._requested, default=None):
+        if event.epoch != self._newest_epoch:
             self._find("commit-newest-epoch", f"epoch {event.epoch} committed after a newer one began")
         last = self._last_commit
         if last is not None and event.version < last.version:

@@ -19,6 +19,7 @@ from actors.engine.core import EngineCore
 from actors.engine.direct import Direct
 from actors.engine.lease import LeaseKeeper
 from actors.engine.loading import CALL_S, FLUSH_S, Loading, Unfit
+from actors.engine.memory import KV, WEIGHTS, Memory
 from actors.engine.proxy import Proxy
 from actors.engine.server import Server, ServerError
 from actors.engine.state import (
@@ -32,6 +33,8 @@ from actors.engine.state import (
     Loaded,
     LoadFailed,
     Receive,
+    Release,
+    Released,
     Resume,
     Resumed,
     ServerDead,
@@ -43,6 +46,8 @@ from config.schema import RunConfig, is_direct
 from contracts.core import Context, Fatal
 from contracts.weights import digest
 
+MEMORY_S = 60.0
+"""How long a server that has just started may take to give memory back."""
 PROBE_S, PROBE_DEADLINE_S, PROBE_MISSES = 2.0, 5.0, 3
 """Pause between two probes of the server, how long one may take, and how many in a row may fail."""
 
@@ -62,6 +67,8 @@ class EngineShell:
         self._proxy = Proxy(self._lease.admit, self._status, gateway.request_deadline_s, gateway.max_body_mib * 2**20)
         self._server: Server | None = None
         self._direct: Direct | None = None
+        self._memory = Memory(config.engine.release)
+        self._ended: str | None = None
         self._manifest: manifest.Manifest | None = None
         self._healthy = False
         self._paused = False
@@ -86,6 +93,8 @@ class EngineShell:
                 return await self._watch()
             case Drain():
                 return await self._operate(command.epoch, lambda: self._drain(command))
+            case Release():
+                return await self._operate(command.epoch, lambda: self._release(command))
             case Receive():
                 return await self._operate(command.epoch, lambda: self._receive(command))
             case Resume():
@@ -112,6 +121,7 @@ class EngineShell:
         try:
             self._server = await self._launch(self._config.launch.start_deadline_s)
             ranks = await self._server.client.ranks(CALL_S)
+            await self._memory.give_back(self._client, MEMORY_S)  # the trainer may be in a step
         except (ServerError, CallError) as error:
             return ServerDead(str(error))
         if is_direct(self._config):
@@ -149,7 +159,7 @@ class EngineShell:
         try:
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
             self._healthy = False
-            return ServerDead(next(iter(done)).result())
+            return ServerDead(self._ended or next(iter(done)).result())
         finally:
             for watch in watches:
                 watch.cancel()
@@ -217,23 +227,57 @@ class EngineShell:
                     stranger = await self._empty(command)
                 if stranger is not None:
                     return ServerDead(stranger)
+                await self._memory.take(self._client, WEIGHTS, self._left(command.deadline_at))
         except TimeoutError:
             reason = f"{self._proxy.running} requests known to run, and no flush at the deadline"
-            return DrainFailed(command.epoch, "Deadline", reason)
+            return await self._unless_uncertain(DrainFailed(command.epoch, "Deadline", reason))
         except CallError as error:
-            return DrainFailed(command.epoch, type(error).__name__, str(error))
+            return await self._unless_uncertain(DrainFailed(command.epoch, type(error).__name__, str(error)))
         seconds, held = time.monotonic() - started, self._proxy.running if command.hold else 0
         self._context.log.info("drained", epoch=command.epoch, held=held, seconds=round(seconds, 3))
         return Drained(command.epoch, seconds, held)
 
-    async def _empty(self, command: Drain) -> str | None:
+    async def _release(self, command: Release) -> Released | ServerDead:
+        """Whatever goes wrong, the memory is free in the end: a server that doesn't give it back is killed."""
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(self._left(command.deadline_at)):
+                if (stranger := await self._empty(command)) is not None:
+                    return await self._kill(stranger)
+                idle = time.monotonic()
+                await self._memory.give_back(self._client, self._left(command.deadline_at))
+        except TimeoutError:
+            reason = f"{self._proxy.running} requests known to run" if not self._memory.uncertain else "no answer"
+            return await self._kill(f"it did not give memory back in time ({reason}, refit.drain_deadline_s)")
+        except CallError as error:
+            return await self._kill(f"it did not give memory back: {error}")
+        seconds, release_s = time.monotonic() - started, time.monotonic() - idle
+        self._context.log.info("released", epoch=command.epoch, tags=self._memory.tags, seconds=round(seconds, 3))
+        return Released(command.epoch, self._memory.tags, seconds, release_s)
+
+    async def _unless_uncertain(self, failed: DrainFailed) -> DrainFailed | ServerDead:
+        """Nobody knows what memory a server holds that did not answer when asked to take some."""
+        if not self._memory.uncertain:
+            return failed
+        return await self._kill(f"it did not take its memory again: {failed.reason}")
+
+    async def _kill(self, reason: str) -> ServerDead:
+        """End the server now; its memory is free when this returns."""
+        self._ended = reason
+        assert self._server is not None
+        if self._server.process is not None:
+            await asyncio.to_thread(self._server.process.kill)
+        return ServerDead(reason)
+
+    async def _empty(self, command: Drain | Release) -> str | None:
         """Bounded by the drain's deadline; whether the server is another one than was loaded."""
         await self._thaw()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._proxy.idle(), self._left(command.abort_at))
         async with asyncio.timeout(self._left(command.deadline_at)):
             await self._proxy.abort_running()
-        if self._direct is not None and self._direct.checks and not self._proxy.doubt:
+        checked = isinstance(command, Drain) and self._direct is not None and self._direct.checks
+        if checked and not self._proxy.doubt:
             return None
         while True:
             flush = self._client.flush(min(FLUSH_S, self._left(command.deadline_at)))
@@ -266,6 +310,9 @@ class EngineShell:
             async with asyncio.timeout(self._left(command.deadline_at)):
                 held = await loading.run()
                 fingerprint = await loading.fingerprint(held)
+                if self._memory.tags:
+                    with loading.within("retake"):
+                        await self._memory.take(self._client, KV, self._left(command.deadline_at))
                 if self._config.refit.verify == "probe":
                     with loading.within("verify"):
                         logprobs = await self._continuation(command)
@@ -328,6 +375,8 @@ class EngineShell:
             if epoch <= command.epoch:
                 task.cancel()
         async with self._turn:
+            if self._memory.uncertain:
+                return await self._kill(f"nobody knows what memory it holds after epoch {command.epoch} was given up")
             try:
                 await self._client.abort_all(CALL_S)
                 if command.group is not None:

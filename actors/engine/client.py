@@ -120,6 +120,14 @@ class HttpEngineClient:
         """POST /continue_generation. The GPU's memory is not handed back first, which costs what a refit costs."""
         await self._post("/continue_generation", {"torch_empty_cache": False}, timeout)
 
+    async def release_memory(self, tags: Sequence[str], timeout: float) -> None:
+        """POST /release_memory_occupation. SGLang ends itself unless it is idle and holds all of `tags`."""
+        await self._post("/release_memory_occupation", {"tags": tags}, timeout)
+
+    async def resume_memory(self, tags: Sequence[str], timeout: float) -> None:
+        """POST /resume_memory_occupation. SGLang ends itself unless it gave all of `tags` back."""
+        await self._post("/resume_memory_occupation", {"tags": tags}, timeout)
+
     async def join_group(
         self, address: str, port: int, offset: int, world_size: int, group: str, backend: str, timeout: float
     ) -> None:

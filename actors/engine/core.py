@@ -2,7 +2,8 @@
 
 starting -> uncertain -> draining -> drained -> loading -> loaded -> resuming -> serving <-> lapsed. Only a complete
 load in the newest epoch, committed with this boot, leads to serving; every other way out of the barrier ends in
-uncertain. One boot of the actor is one boot of its server: when the server is gone, so is the boot.
+uncertain. With engine.release there are epochs without a load: serving -> releasing -> uncertain. One boot of the actor
+is one boot of its server: when the server is gone, so is the boot.
 
 Invariants: nothing is admitted unless serving, and weights are received only after a proof that nothing runs, or that
 all that runs is held still and goes on after the commit only (S1, S4);
@@ -35,6 +36,8 @@ from actors.engine.state import (
     Mode,
     Part,
     Receive,
+    Release,
+    Released,
     Resume,
     Resumed,
     ServerDead,
@@ -52,12 +55,14 @@ from contracts.events import (
     EngineLoaded,
     EngineQuarantined,
     EngineReady,
+    EngineReleased,
     Event,
     FleetScaled,
     Member,
     RefitCommitted,
     RefitFailed,
     RefitRequested,
+    ReleaseRequested,
     RunStarted,
     RunStopping,
     TransferOffered,
@@ -69,6 +74,8 @@ from contracts.events import (
 ABORT_SHARE = {"finish": 0.8, "interrupt": 0.5, "in_flight": 0.0}
 """Part of the drain deadline after which the engine itself aborts what runs; gateways have done so before. Under
 in_flight an engine that serves holds what runs, and on any other nothing runs that anybody waits for."""
+RELEASE_SHARE = 0.9
+"""Part of the drain deadline within which memory is given back; the rest is for the end of a server that did not."""
 BACKOFF_MAX_S = 30.0
 """Longest pause before the start of a server whose predecessors never served."""
 
@@ -94,6 +101,7 @@ class EngineCore:
         self.lease_s = min(engine.lease_s, self._drain_s)
         self._events: Mapping[type, Callable[[EngineState, Any], Outcome]] = {
             RefitRequested: self._asked,
+            ReleaseRequested: self._release,
             TransferOffered: self._offered,
             TransferStarted: self._begun,
             RefitCommitted: self._committed,
@@ -109,6 +117,7 @@ class EngineCore:
             DrainFailed: ("draining", self._drain_failed),
             Loaded: ("loading", self._loaded),
             LoadFailed: ("loading", self._load_failed),
+            Released: ("releasing", self._released),
             Resumed: ("resuming", _resumed),
             LeaseLapsed: ("serving", _lapsed),
             LeaseRenewed: ("lapsed", _renewed),
@@ -253,6 +262,35 @@ class EngineCore:
         part = Part(event.deadline_at, hold)
         after = replace(state, epoch=event.epoch, mode="draining", version=None, part=part)
         return after, [*commands, drain]
+
+    def _release(self, state: EngineState, event: ReleaseRequested) -> Outcome:
+        """Admissions end here too, until the commit of an epoch to come."""
+        if event.epoch <= state.epoch:
+            return state, []
+        if Member(*self._me(state)) not in event.engines or state.mode == "starting":
+            return _retreat(state, event.epoch)
+        commands: list[Any] = []
+        if state.mode in BARRIER:
+            state, commands = _retreat(state, event.epoch)
+        began_at = event.deadline_at - self._deadline_s
+        release = Release(
+            epoch=event.epoch,
+            abort_at=began_at + ABORT_SHARE[event.drain] * self._drain_s,
+            deadline_at=began_at + RELEASE_SHARE * self._drain_s,
+        )
+        part = Part(began_at + self._drain_s)
+        return replace(state, epoch=event.epoch, mode="releasing", version=None, part=part), [*commands, release]
+
+    def _released(self, state: EngineState, input: Released) -> Outcome:
+        released = EngineReleased(
+            epoch=state.epoch,
+            engine=self._actor,
+            boot=state.boot,
+            tags=input.tags,
+            seconds=input.seconds,
+            release_s=input.release_s,
+        )
+        return replace(state, mode="uncertain", part=None), [_emit(released, state.epoch)]
 
     def _drained(self, state: EngineState, input: Drained) -> Outcome:
         drained = EngineDrained(

@@ -101,6 +101,7 @@ def sglang_launch(config: RunConfig, model_dir: Path, label: str, index: int = 0
         *("--skip-tokenizer-init", "--skip-server-warmup"),
         *(("--attention-backend", "torch_native", "--sleep-on-idle") if on_cpu else ()),
         *_placed(gpus.of_engine(config, index)),
+        *(("--enable-memory-saver",) if engine.release != "none" else ()),
         *engine.args,
     )
     # by default the port of its gRPC server, which does not run, is `port` + 10000: too large for most free ports

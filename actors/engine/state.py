@@ -10,10 +10,20 @@ from contracts.events import Bucket, Phase, TransferOffered
 from contracts.weights import Checksum
 
 Mode = Literal[
-    "starting", "uncertain", "draining", "drained", "loading", "loaded", "resuming", "serving", "lapsed", "dead"
+    "starting",
+    "uncertain",
+    "draining",
+    "drained",
+    "loading",
+    "loaded",
+    "resuming",
+    "serving",
+    "lapsed",
+    "releasing",
+    "dead",
 ]
 
-BARRIER = ("draining", "drained", "loading", "loaded", "resuming")
+BARRIER = ("draining", "drained", "loading", "loaded", "resuming", "releasing")
 """Modes in which this boot has a part in the newest epoch."""
 SERVED = ("serving", "lapsed")
 """Modes that a commit led to."""
@@ -68,7 +78,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
-    """Result of `Receive`. `phase`: `manifest`, `pause`, `join`, `receive`, `flush` or `verify`."""
+    """Result of `Receive`. `phase`: `manifest`, `pause`, `join`, `receive`, `flush`, `retake` or `verify`."""
 
     epoch: int
     phase: str
@@ -94,7 +104,27 @@ class LeaseRenewed(msgspec.Struct, frozen=True, tag="lease_renewed"):
     epoch: int
 
 
-Local = ServerReady | ServerDead | Drained | DrainFailed | Loaded | LoadFailed | Resumed | LeaseLapsed | LeaseRenewed
+class Released(msgspec.Struct, frozen=True, tag="released"):
+    """Result of `Release`, for `contracts.events.EngineReleased`; where that failed, it is `ServerDead`."""
+
+    epoch: int
+    tags: tuple[str, ...]
+    seconds: float
+    release_s: float
+
+
+Local = (
+    ServerReady
+    | ServerDead
+    | Drained
+    | DrainFailed
+    | Loaded
+    | LoadFailed
+    | Resumed
+    | LeaseLapsed
+    | LeaseRenewed
+    | Released
+)
 
 # --- commands --------------------------------------------------------------------------------------------------------
 
@@ -119,6 +149,14 @@ class Drain(msgspec.Struct, frozen=True):
     abort_at: float
     deadline_at: float
     hold: bool = False
+
+
+class Release(msgspec.Struct, frozen=True):
+    """Drain, then give memory back (engine.release): `Released`, or `ServerDead` once the server is killed."""
+
+    epoch: int
+    abort_at: float
+    deadline_at: float
 
 
 class Receive(msgspec.Struct, frozen=True):

@@ -1,10 +1,10 @@
 """The gate: which request runs where, under which commit, and which ones wait.
 
 Requests are known by number only; their tokens stay in the shell. The gate is open while the newest epoch heard of is a
-committed one. A newer `refit.requested` closes it: new requests are held, calls in flight end by themselves or are
-aborted, and what they had not finished goes out again after the commit. A call is stamped with the commit under which
-it was dispatched, and no call outlives its commit. Under drain policy in_flight calls do, on engines that are members
-of the next commit too; those engines say which version sampled which token.
+committed one. A newer `refit.requested` or `release.requested` closes it: new requests are held, calls in flight end by
+themselves or are aborted, and what they had not finished goes out again after the commit. A call is stamped with the
+commit under which it was dispatched, and no call outlives its commit. Under drain policy in_flight calls do, on engines
+that are members of the next commit too; those engines say which version sampled which token.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ from contracts.events import (
     GatewayReady,
     RefitCommitted,
     RefitRequested,
+    ReleaseRequested,
     RunStarted,
     RunStopping,
     WaitEnded,
@@ -105,6 +106,7 @@ class GatewayCore:
         }
         self._events: Mapping[type, Callable[[State, Any, float], Outcome]] = {
             RefitRequested: self._requested,
+            ReleaseRequested: self._requested,
             RefitCommitted: self._committed,
             EngineReady: self._ready,
             EngineQuarantined: quarantined,
@@ -191,7 +193,7 @@ class GatewayCore:
             return state, [Announce()]
         return state, [Announce(), AbortAll(urls, tuple(boot_prefix(self._actor, ghost) for ghost in ghosts))]
 
-    def _requested(self, state: State, event: RefitRequested, now: float) -> Outcome:
+    def _requested(self, state: State, event: RefitRequested | ReleaseRequested, now: float) -> Outcome:
         if event.epoch <= state.epoch:
             return state, []
         began_at = event.deadline_at - self._refit.deadline_s

@@ -27,7 +27,9 @@ class RefitShell:
     """`contracts.core.Shell` of the coordinator."""
 
     def __init__(self, config: RunConfig, actor: str) -> None:
-        self.core = RefitCore(config.refit, config.engine, config.gateway, config.launch, config.fleet, actor)
+        self.core = RefitCore(
+            config.refit, config.engine, config.gateway, config.launch, config.fleet, actor, config.trainer
+        )
         self._fleet = config.fleet
         self._prober: Prober | None = None
 

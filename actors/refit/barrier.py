@@ -41,7 +41,7 @@ STRIKE_MAX_S = 300.0
 """Longest time an engine that failed again and again is left out."""
 COLLECTIVE_STRIKES = 3
 """A fault in the collective costs the whole fleet an epoch: it weighs as much as three of the engine alone."""
-OWN_PHASES = ("flush", "verify")
+OWN_PHASES = ("flush", "retake", "verify")
 """Phases of an engine's failure that no other receiver shares."""
 
 
@@ -331,8 +331,12 @@ class Barriers:
         seconds = turn.now - barrier.requested_at
         turn.log("engine quarantined", warning=True, engine=seat.engine, error=error, reason=reason, seconds=seconds)
         turn.set_barrier(seats=tuple(s for s in barrier.seats if s.engine != seat.engine))
-        self.strike(turn, seat.engine, weight)
-        self._fleet.happen(turn, seat.engine, "expelled", reason)
+        self.shut_out(turn, seat.engine, reason, weight)
+
+    def shut_out(self, turn: Turn, engine: str, reason: str, weight: int = 1) -> None:
+        """What an expulsion costs an engine beyond its part in the epoch."""
+        self.strike(turn, engine, weight)
+        self._fleet.happen(turn, engine, "expelled", reason)
 
     def _fault(self, turn: Turn, seat: Seat, phase: str, error: str, reason: str) -> None:
         """An engine broke the collective: no receiver can be trusted."""

@@ -1,9 +1,10 @@
 """What the refit coordinator decides: when a barrier begins, for which version, and who takes part.
 
 idle -> opening (the epoch's number goes to disk) -> draining -> transferring -> idle; `actors.refit.barrier` has the
-rules within an epoch. Invariants: at most one commit an epoch, and none after a newer epoch began; only engines whose
-load was acknowledged by (epoch, boot), with the digest that was offered, are committed; nothing is transferred before
-all gates are closed and all receivers are drained.
+rules within an epoch. With engine.release there are epochs without a transfer, opening -> releasing -> idle, for which
+`actors.refit.release` has the rules. Invariants: at most one commit an epoch, and none after a newer epoch began; only
+engines whose load was acknowledged by (epoch, boot), with the digest that was offered, are committed; nothing is
+transferred before all gates are closed and all receivers are drained.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from msgspec.structs import replace
 from actors.refit.barrier import COLLECTIVE_STRIKES, Barriers
 from actors.refit.fleet import Fleet
 from actors.refit.needs import Needs
+from actors.refit.release import Releases
 from actors.refit.state import (
     Barrier,
     Engine,
@@ -32,7 +34,7 @@ from actors.refit.state import (
     Wait,
     Watch,
 )
-from config.schema import EngineConfig, FleetConfig, GatewayConfig, LaunchConfig, RefitConfig
+from config.schema import EngineConfig, FleetConfig, GatewayConfig, LaunchConfig, RefitConfig, TrainerConfig
 from contracts.core import Booted, Delivered, Emit, Raise
 from contracts.envelope import Envelope
 from contracts.events import (
@@ -41,10 +43,12 @@ from contracts.events import (
     EngineDead,
     EngineQuarantined,
     EngineReady,
+    EngineReleased,
     Event,
     FleetScaled,
     GatewayReady,
     Member,
+    MemoryWanted,
     PolicyReady,
     RefitRequested,
     RunStarted,
@@ -52,7 +56,7 @@ from contracts.events import (
     StepFinished,
 )
 
-FLEET_DEFAULTS = FleetConfig()
+FLEET_DEFAULTS, TRAINER_DEFAULTS = FleetConfig(), TrainerConfig()
 FLEET = "fleet:"
 """Key of the wait for members, before their names: it is announced anew, with its old deadline, as they change."""
 
@@ -73,9 +77,11 @@ class RefitCore:
         launch: LaunchConfig,
         fleet: FleetConfig = FLEET_DEFAULTS,
         actor: str = "refit",
+        trainer: TrainerConfig = TRAINER_DEFAULTS,
     ) -> None:
         self.fleet = Fleet(fleet, engine, launch.start_deadline_s, actor)
         self.barriers = Barriers(refit, self.fleet, actor)
+        self.releases = Releases(refit, self.barriers, trainer.step_deadline_s, actor)
         self._refit = refit
         self._start_deadline_s = launch.start_deadline_s
         self._needs = Needs(refit.every, engine.count, gateway.count)
@@ -89,6 +95,8 @@ class RefitCore:
         self._events: Mapping[type, Callable[[Turn, Any, Envelope[Event]], None]] = {
             PolicyReady: self._policy_ready,
             StepFinished: self._step_finished,
+            MemoryWanted: lambda turn, event, _: self.releases.wanted(turn, event),
+            EngineReleased: lambda turn, event, _: self.releases.ack(turn, event),
             EngineReady: self._engine_ready,
             EngineDead: self._engine_dead,
             GatewayReady: self._gateway_ready,
@@ -118,8 +126,12 @@ class RefitCore:
     def _wake(self, state: RefitState) -> float | None:
         if state.barrier is not None:
             return self.barriers.wake(state.barrier)
+        if state.release is not None:
+            return state.release.drain_at
         if state.phase == "opening" or state.stopping or state.halted:
             return None
+        if state.yielded is not None:
+            return state.yielded.deadline_at
         if state.wait is not None:
             return state.wait.deadline_at
         if state.failures:
@@ -135,6 +147,7 @@ class RefitCore:
         elif (handle := self._inputs.get(kind)) is not None:
             handle(turn, input)
         self.barriers.advance(turn)
+        self.releases.advance(turn)
         if not (turn.state.stopping or turn.state.halted):
             self.fleet.advance(turn)
         if turn.state.phase == "idle":
@@ -188,8 +201,10 @@ class RefitCore:
             return
         kept = () if turn.state.barrier is None else trainer.versions
         turn.set(trainer=replace(trainer, versions=(*kept, (event.version, event.step))))
+        self.releases.over(turn)
 
     def _trainer_booted(self, turn: Turn, boot: int) -> None:
+        self.releases.over(turn)
         if turn.state.barrier is not None:
             self.barriers.trainer_booted(turn, boot)
 
@@ -225,6 +240,8 @@ class RefitCore:
             turn.set(group=None)
         if state.barrier is not None:
             self.barriers.engine_lost(turn, member.actor, member.boot, error, reason)
+        elif state.release is not None:
+            self.releases.engine_lost(turn, member, reason)
         elif member in state.suspects:
             turn.set(suspects=tuple(s for s in state.suspects if s != member))
             self.barriers.strike(turn, name, COLLECTIVE_STRIKES)
@@ -284,8 +301,11 @@ class RefitCore:
 
     def _idle(self, turn: Turn) -> None:
         self._shrink(turn)
+        self.releases.overdue(turn)
         state, now = turn.state, turn.now
         if not self._needs.due(state, now):
+            if self.releases.due(state):
+                self._begin(turn)
             return
         missing = self._needs.missing(state)
         if not missing and now >= state.retry_at:
@@ -318,8 +338,11 @@ class RefitCore:
         if state.phase != "opening" or input.epoch != state.epoch:
             return
         turn.set(phase="idle")
-        if self._needs.due(state, turn.now) and not self._needs.missing(state):
+        due = self._needs.due(state, turn.now)
+        if due and not self._needs.missing(state):
             self._request(turn)
+        elif not due and self.releases.due(state):
+            self.releases.begin(turn)
 
     def _request(self, turn: Turn) -> None:
         """From here on nothing serves until a commit says so."""
@@ -373,7 +396,10 @@ class RefitCore:
             turn.announce(self._actor, *self.barriers.wait(barrier))
 
     def _wait(self, state: RefitState, now: float) -> tuple[Wait | None, str]:
-        """What is waited for between two epochs."""
+        """What is waited for between two epochs that transfer weights."""
+        released = self.releases.wait(state)
+        if released is not None:
+            return released
         if state.phase != "idle" or not self._needs.due(state, now):
             return None, ""
         missing = self._needs.missing(state)

@@ -25,9 +25,12 @@ class Needs:
         return _names(self._size if state.size is None else state.size)
 
     def due(self, state: RefitState, now: float) -> bool:
-        """A new version is due, the trainer was restored, or members are up that don't serve the last commit."""
+        """A new version is due, the trainer was restored, or members are up that don't serve the last commit.
+
+        Nothing is while the device is the trainer's.
+        """
         committed, trainer = state.committed, state.trainer
-        if state.stopping or state.halted:
+        if state.stopping or state.halted or state.yielded is not None:
             return False
         if committed is None or state.failures:
             return True

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from contracts.core import Emit
 from contracts.events import Event, Health, Member, Rank, WaitEnded, WaitStarted
 
-Phase = Literal["idle", "opening", "draining", "transferring"]
+Phase = Literal["idle", "opening", "draining", "transferring", "releasing"]
 
 # --- inputs and commands of its own ----------------------------------------------------------------------------------
 
@@ -175,6 +175,32 @@ class Barrier(msgspec.Struct, frozen=True):
     """Set once the trainer sent everything."""
 
 
+class Wanted(msgspec.Struct, frozen=True):
+    """The trainer waits for memory before this step."""
+
+    step: int
+    trainer_boot: int
+
+
+class Release(msgspec.Struct, frozen=True):
+    """An epoch in which engines give memory back. Those that failed are in neither list."""
+
+    epoch: int
+    wanted: Wanted
+    requested_at: float
+    drain_at: float
+    waiting: tuple[Member, ...]
+    released: tuple[Member, ...] = ()
+
+
+class Yielded(msgspec.Struct, frozen=True):
+    """The device is the trainer's for this step; no refit begins meanwhile."""
+
+    wanted: Wanted
+    since: float
+    deadline_at: float
+
+
 class Committed(msgspec.Struct, frozen=True):
     """The last commit."""
 
@@ -204,6 +230,10 @@ class RefitState(msgspec.Struct, frozen=True):
     engines: dict[str, Engine] = {}
     gateways: dict[str, Gateway] = {}
     barrier: Barrier | None = None
+    wanted: Wanted | None = None
+    release: Release | None = None
+    """Set exactly in the phase `releasing`."""
+    yielded: Yielded | None = None
     committed: Committed | None = None
     group: Group | None = None
     """The group that carried the last commit, if every member of it came through."""

@@ -198,6 +198,8 @@ class TrainerShell:
             return TransferBroke(epoch=command.epoch, phase="offer", error="Deadline", reason=reason)
         except TransferError as error:
             return self._broke(command.epoch, error)
+        if offer.note:
+            self._context.log.warning("bucket size", epoch=command.epoch, reason=offer.note)
         return Offered(
             epoch=command.epoch,
             version=command.version,

@@ -39,10 +39,12 @@ from contracts.events import (
     ActorFailed,
     BatchReady,
     CheckpointSaved,
+    MemoryWanted,
     PolicyReady,
     RefitCommitted,
     RefitFailed,
     RefitRequested,
+    ReleaseFinished,
     RunStarted,
     RunStopping,
     StepFinished,
@@ -60,7 +62,7 @@ QUEUE = 2
 
 
 class TrainerCore:
-    """`config`: steps, checkpoint.every."""
+    """`config`: steps, checkpoint.every, engine.release."""
 
     state_type = State
     local_type = Local
@@ -70,6 +72,7 @@ class TrainerCore:
     def __init__(self, config: RunConfig) -> None:
         self.steps = config.steps
         self.every = config.checkpoint.every
+        self.asks = config.engine.release != "none"
         self._inputs: Mapping[type, Callable[[State, Any, float], Step[State]]] = {
             Delivered: self._deliver,
             Booted: self._boot,
@@ -86,7 +89,8 @@ class TrainerCore:
             TransferStarted: self._started,
             RefitFailed: self._refit_failed,
             RefitCommitted: self._committed,
-            RunStopping: lambda state, _, now: self._idle(replace(state, stopping=True), now),
+            ReleaseFinished: self._released,
+            RunStopping: lambda state, _, now: self._stop(replace(state, stopping=True), now),
             RunStarted: self._run_started,
         }
 
@@ -125,6 +129,7 @@ class TrainerCore:
             trained=(),
             sending=False,
             idle_since=None,
+            asked_at=None,
             stopping=False,
         )
         return state, (Load(path=state.covered.path, version=version),)
@@ -185,6 +190,18 @@ class TrainerCore:
     def _idle(self, state: State, now: float) -> Step[State]:
         return self._next(state, now) if state.phase == "idle" else (state, ())
 
+    def _released(self, state: State, event: ReleaseFinished, now: float) -> Step[State]:
+        mine = state.phase == "asking" and (event.step, event.trainer_boot) == (state.step + 1, state.boot)
+        return self._train(state, now) if mine else (state, ())
+
+    def _stop(self, state: State, now: float) -> Step[State]:
+        """The batch that it asks memory for stays owed."""
+        if state.asked_at is not None:
+            ended = WaitEnded(actor="trainer", on="refit", seconds=now - state.asked_at)
+            state, commands = self._next(replace(state, phase="idle", asked_at=None), now)
+            return state, (Emit(ended), *commands)
+        return self._idle(state, now)
+
     # --- steps ---
 
     def _batch(self, state: State, pending: Pending, now: float) -> Step[State]:
@@ -206,17 +223,25 @@ class TrainerCore:
         if state.stopping:
             return state, ()
         if state.queue:
-            return self._train(state, now)
+            return self._ask(state, now) if self.asks else self._train(state, now)
         waiting = WaitStarted(actor="trainer", on="buffer", cause=f"no batch for step {state.step + 1}")
         return replace(state, idle_since=now), (Emit(waiting),)
 
+    def _ask(self, state: State, now: float) -> Step[State]:
+        """Engines give their memory back before the step, and take it again with the refit that follows it."""
+        step = state.step + 1
+        wanted = MemoryWanted(step=step, trainer_boot=state.boot)
+        cause = f"engines are to give memory back for step {step} (engine.release)"
+        waiting = WaitStarted(actor="trainer", on="refit", cause=cause)
+        commands = (*_no_longer_idle(state, now), Emit(wanted), Emit(waiting))
+        return replace(state, phase="asking", asked_at=now), commands
+
     def _train(self, state: State, now: float) -> Step[State]:
         train = Train(state.queue[0].batch, state.step + 1, state.highest + 1)
-        commands: tuple[Any, ...] = (train,)
-        if state.idle_since is not None:
-            ended = WaitEnded(actor="trainer", on="buffer", seconds=now - state.idle_since)
-            commands = (Emit(ended), train)
-        return replace(state, phase="training"), commands
+        if state.asked_at is not None:
+            ended = WaitEnded(actor="trainer", on="refit", seconds=now - state.asked_at)
+            return replace(state, phase="training", asked_at=None), (Emit(ended), train)
+        return replace(state, phase="training"), (*_no_longer_idle(state, now), train)
 
     def _trained(self, state: State, input: Trained, now: float) -> Step[State]:
         if state.phase != "training" or input.version != state.highest + 1:
@@ -316,6 +341,13 @@ class TrainerCore:
         else:
             event = TransferFailed(epoch=input.epoch, phase=input.phase, error=input.error, reason=input.reason)
         return replace(state, sending=isinstance(input, Offered)), (Emit(event),)
+
+
+def _no_longer_idle(state: State, now: float) -> tuple[Any, ...]:
+    """The end of the wait for a batch, if there was one."""
+    if state.idle_since is None:
+        return ()
+    return (Emit(WaitEnded(actor="trainer", on="buffer", seconds=now - state.idle_since)),)
 
 
 def reward_metrics(batch: BatchReady) -> dict[str, float]:

@@ -159,7 +159,8 @@ class State(msgspec.Struct, frozen=True):
     """
 
     boot: int = 0
-    phase: Literal["off", "loading", "idle", "training", "saving", "finished"] = "off"
+    phase: Literal["off", "loading", "idle", "asking", "training", "saving", "finished"] = "off"
+    """`asking`: it has a batch, and engines on its device are to give memory back first (engine.release)."""
     step: int = 0
     version: int = -1
     highest: int = -1
@@ -174,4 +175,6 @@ class State(msgspec.Struct, frozen=True):
     sending: bool = False
     """The weights of `epoch` are being offered or sent: the barrier waits for us."""
     idle_since: float | None = None
+    asked_at: float | None = None
+    """Set exactly while `asking`."""
     stopping: bool = False

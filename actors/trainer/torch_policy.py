@@ -5,6 +5,7 @@ Parameters and optimizer are float32; `bfloat16` means autocast while computing,
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from actors.trainer import checkpoint, hf_files, losses, objective, packed, rows, spread
+from actors.trainer import checkpoint, hf_files, losses, objective, offload, packed, rows, spread
 from actors.trainer.backend import World
 from actors.trainer.metrics import StepMetrics
 from actors.trainer.packing import Microbatch, Sample, pack, split
@@ -74,13 +75,20 @@ class TorchPolicy:
             if model is not None:
                 spread.shard(model, self._mesh)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._references = [] if self._reference is None else list(self._reference.parameters())
         self._optimizer = _optimizer(self._parameters, config)
+        self._shelf = offload.Shelf(self.device)
+        self._put_away()
 
     def train_step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One step over a batch: `epochs` passes of `minibatches` updates; answers scalar metrics.
 
         An update whose gradient is not finite is skipped and counted as `skipped_updates`. Raises `PackingError`.
         """
+        with self._all_here():
+            return self._step(samples)
+
+    def _step(self, samples: Sequence[Sample]) -> dict[str, float]:
         config = self._config
         rate = self._set_learning_rate()
         parts = split(len(samples), config.minibatches, [self._seed, self.step])
@@ -98,18 +106,21 @@ class TorchPolicy:
     def logprobs(self, samples: Sequence[Sample]) -> list[NDArray[np.float32]]:
         """Log-probability of each trainable token, 0 elsewhere: float32 [length] a sample, at its temperature."""
         result = [np.zeros(len(sample.ids), dtype=np.float32) for sample in samples]
-        for micro in pack(samples, self._config.microbatch_tokens, ragged=self._config.packed):
-            values = self._proximal(micro).cpu().numpy()
-            for row, index in enumerate(micro.samples):
-                mine = micro.row == row
-                result[index][micro.position[mine]] = values[mine]
+        with self._all_here():
+            for micro in pack(samples, self._config.microbatch_tokens, ragged=self._config.packed):
+                values = self._proximal(micro).cpu().numpy()
+                for row, index in enumerate(micro.samples):
+                    mine = micro.row == row
+                    result[index][micro.position[mine]] = values[mine]
         return result
 
     def export(self) -> Iterator[tuple[str, Tensor]]:
         """Hugging Face name and a copy of each tensor in transfer dtype, on the policy's device, tied ones once."""
         for name, tensor in self._tensors():
             dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
-            yield name, spread.whole(tensor.detach()).to(dtype, copy=True).contiguous()
+            with self._shelf.here(tensor):
+                whole = spread.whole(tensor.detach()).to(dtype, copy=True).contiguous()
+            yield name, whole
 
     def close(self) -> None:
         """Leave the other ranks; the object is of no use then."""
@@ -118,8 +129,8 @@ class TorchPolicy:
 
     def save(self, path: Path, meta: Mapping[str, Any]) -> int:
         """Write a checkpoint durably and atomically; answers its bytes. It is a Hugging Face model directory too."""
-        weights = {name: spread.whole(tensor.detach()).cpu() for name, tensor in self._tensors()}
-        state = {"step": self.step, "optimizer": self._moments(_whole_on_cpu), "rng": _rng_state(self.device)}
+        weights = {name: self._whole_on_cpu(tensor) for name, tensor in self._tensors()}
+        state = {"step": self.step, "optimizer": self._moments(self._whole_on_cpu), "rng": _rng_state(self.device)}
         if self._world.rank:
             return 0
         files: dict[str, checkpoint.Writer] = {
@@ -145,14 +156,36 @@ class TorchPolicy:
                 f"{path} is of another model than {self._model_dir}: {differing[0]} has shape "
                 f"{stored.get(differing[0])}, expected {shapes.get(differing[0])}; set model.* as in the run before"
             )
-        with torch.no_grad():
+        state = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
+        with self._all_here(), torch.no_grad():
             for name, tensor in own.items():
                 tensor.copy_(spread.like(weights[name], tensor))
-        state = torch.load(path / OPTIMIZER, map_location="cpu", weights_only=True)
-        self._optimizer.load_state_dict(self._shared_out(state["optimizer"]))
+            self._optimizer.load_state_dict(self._shared_out(state["optimizer"]))
         self.step = state["step"]
         _set_rng_state(self.device, state["rng"])
         return meta
+
+    @contextlib.contextmanager
+    def _all_here(self) -> Iterator[None]:
+        """Within the block everything is on the device; then what `trainer.offload` names waits in host memory."""
+        self._shelf.bring()
+        yield
+        self._put_away()
+
+    def _put_away(self) -> None:
+        if self._config.offload == "none":
+            return
+        state = [value for entry in self._optimizer.state.values() for value in entry.values()]
+        moments = [value for value in state if isinstance(value, Tensor) and value.ndim]
+        weights = [*self._parameters, *self._references] if self._config.offload == "all" else []
+        offload.own([*moments, *weights])
+        self._shelf.put([*moments, *weights])
+
+    def _whole_on_cpu(self, tensor: Tensor) -> Tensor:
+        """A copy, if what it is of can be put away."""
+        with self._shelf.here(tensor):
+            whole = spread.whole(tensor.detach())
+            return whole.clone() if whole.device.type == "cpu" and self._shelf.bytes else whole.cpu()
 
     def _moments(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
         """The optimizer's state, each tensor changed; collective where parameters are sharded."""
@@ -327,10 +360,6 @@ def _recompute(model: Any) -> None:
     """Keep only the input of each layer, and compute what the backward pass needs again."""
     for layer in spread.layers(model):
         layer.forward = partial(recomputed, layer.forward, use_reentrant=False)
-
-
-def _whole_on_cpu(tensor: Tensor) -> Tensor:
-    return spread.whole(tensor).detach().cpu()
 
 
 def initial_model(model_dir: Path, seed: int) -> Any:

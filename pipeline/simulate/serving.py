@@ -197,6 +197,8 @@ class EngineSim(Quiet):
                 actor.do(command.delay_s + world.draw(world.pace.server_start), lambda: self._started(actor))
             case engine.Drain():
                 self._drain(actor, command, actor.now())
+            case engine.Release():
+                self._release(actor, command, actor.now())
             case engine.Receive():
                 self._receive(actor, command)
             case engine.Resume():
@@ -301,6 +303,21 @@ class EngineSim(Quiet):
             if now >= command.abort_at:
                 self._end_all("abort")
             actor.do(0.005, lambda: self._drain(actor, command, since))
+
+    def _release(self, actor: SimActor, command: engine.Release, since: float) -> None:
+        """With its memory, its weights go."""
+        now = actor.now()
+        if actor.state.epoch != command.epoch:
+            return
+        if not self._running:
+            self.version = None
+            actor.push(engine.Released(command.epoch, ("kv_cache", "weights"), now - since, 0.001))
+        elif now >= command.deadline_at:
+            actor.push(engine.ServerDead("requests still run"))
+        else:
+            if now >= command.abort_at:
+                self._end_all("abort")
+            actor.do(0.005, lambda: self._release(actor, command, since))
 
     def _receive(self, actor: SimActor, command: engine.Receive) -> None:
         if self._running and not self._frozen:

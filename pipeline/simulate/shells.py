@@ -115,7 +115,9 @@ def shells(config: RunConfig) -> dict[str, Any]:
     gateways, engines, wires = GatewayTable(), EngineTable(), Wires()
     made: dict[str, Any] = {
         "refit": RefitSim(
-            refit_core.RefitCore(config.refit, config.engine, config.gateway, config.launch, config.fleet)
+            refit_core.RefitCore(
+                config.refit, config.engine, config.gateway, config.launch, config.fleet, trainer=config.trainer
+            )
         ),
         "trainer": TrainerSim(TrainerCore(config), wires),
         "buffer": Quiet(BufferCore(config)),

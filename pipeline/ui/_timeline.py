@@ -36,7 +36,14 @@ KINDS = (
 )  # fmt: skip
 """What a span can be: its colour. `failed` is any phase of a barrier that did not end well."""
 NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
-FIRST_WORDS = {"step": "step", "checkpoint": "checkpoint", "send": "send", "start": "server", "close": "gate"}
+FIRST_WORDS = {
+    "step": "step",
+    "checkpoint": "checkpoint",
+    "send": "send",
+    "start": "server",
+    "close": "gate",
+    "release": "drain",
+}
 """First word of a span's name in a trace -> what it is. Others are parts of a refit, which the barrier lanes show."""
 WELL = ("done", "committed", "open")
 ROLLOUT, WAIT = NUMBERS["rollout"], NUMBERS["wait"]

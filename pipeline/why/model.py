@@ -257,6 +257,10 @@ class Model:
         for member in event.engines:
             self._mode(member.actor, member.boot, "uncertain", at)
 
+    def _on_release_requested(self, event: ev.ReleaseRequested, at: float, by: str) -> None:
+        for member in event.engines:
+            self._mode(member.actor, member.boot, "uncertain", at)
+
     def _on_gate_closed(self, event: ev.GateClosed, at: float, by: str) -> None:
         if self.barrier is not None and event.epoch == self.barrier.epoch:
             self.barrier.gates[event.gateway] = at

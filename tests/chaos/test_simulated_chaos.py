@@ -53,6 +53,21 @@ def test_an_actor_that_is_stopped_and_goes_on_later_breaks_nothing(seed: int):
     assert result.ok, (result.finished, result.findings[:3], result.trained)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_trainer_and_engines_that_take_turns_at_a_device_survive_kills_and_pauses(seed: int):
+    base = config(seed)
+    turns = msgspec.structs.replace(
+        base,
+        sync=True,
+        engine=msgspec.structs.replace(base.engine, release="all"),
+        refit=msgspec.structs.replace(base.refit, drain=("finish", "interrupt")[seed % 2]),
+    )
+    result = simulate(turns, seed, Faults(kills=8, pauses=4))
+    assert result.ok, (result.finished, result.findings[:3], result.trained)
+    released = [entry for entry in result.world.store.log if b"release.finished" in entry.data]
+    assert len(released) >= result.summary.steps == 12
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_store_that_is_killed_and_comes_back_whole_costs_time_only(seed: int):
     result = simulate(config(seed), seed, Faults(outages=4, outage_s=(0.1, 5.0), window_s=8.0))

@@ -46,11 +46,20 @@ def test_a_run_trains_refits_and_leaves_everything_it_promises(start: Start):
 
 
 def test_the_synchronous_loop_trains_on_nothing_but_the_current_version(start: Start):
-    """Its weights travel through shared memory."""
-    run = start("steps=3", "sync=true", "refit.transport=ipc")
+    """Its weights travel through shared memory, and trainer and engines take turns at the memory of their device."""
+    run = start("steps=3", "sync=true", "refit.transport=ipc", "engine.release=all", "trainer.offload=all")
     assert run.end() == 0, run.tail()
-    run.verify()
-    assert [event["body"]["metrics"]["staleness_max"] for event in steps(run.events())] == [0.0, 0.0, 0.0]
+    summary = run.verify()
+    assert summary["failed_refits"] == summary["quarantines"] == 0
+    log = run.events()
+    assert [event["body"]["metrics"]["staleness_max"] for event in steps(log)] == [0.0, 0.0, 0.0]
+    released = [event["body"] for event in log if event["kind"] == "engine.released"]
+    assert [body["tags"] for body in released] == [["kv_cache", "weights"]] * 6
+    turns = [
+        event["kind"] for event in log if event["kind"] in ("release.finished", "step.finished", "refit.committed")
+    ]
+    assert turns[:7] == ["refit.committed", *["release.finished", "step.finished", "refit.committed"] * 2]
+    assert turns[7:9] == ["release.finished", "step.finished"]
 
 
 def test_a_run_finishes_although_trainer_and_engine_are_killed_at_once(start: Start):

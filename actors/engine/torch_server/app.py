@@ -18,7 +18,7 @@ from actors.engine.torch_server.generation import ABORTED, Generation
 from actors.engine.torch_server.groups import GroupError, GroupLost, Groups, Incoming
 from actors.engine.torch_server.protocol import Limits, SchemaError, Ticket
 from actors.engine.torch_server.sampling import BadRequest
-from actors.engine.torch_server.scheduler import Scheduler
+from actors.engine.torch_server.scheduler import TAGS, WEIGHTS, MemoryMisuse, Scheduler
 from actors.engine.torch_server.weights import DTYPES, BadWeights
 
 T = TypeVar("T")
@@ -72,6 +72,7 @@ class Server:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         ticket = protocol.parse_generate(await request.read(), self.limits, self._ticket)
+        self._need(*TAGS)
         if ticket.stream:
             return await self._stream(request, ticket)
         await self._finish(ticket)
@@ -202,7 +203,7 @@ class Server:
 
     async def health_generate(self, request: web.Request) -> web.Response:
         """One token is generated, past the gate's queue."""
-        if self.gate.paused:
+        if self.gate.paused or self.scheduler.released:
             return web.Response(status=503)
         self._checks += 1
         body = {
@@ -298,6 +299,16 @@ class Server:
         applied = self.scheduler.call(lambda: self.scheduler.apply(tensors, body.weight_version, body.flush_cache))
         return applied.result(self.groups.timeout.total_seconds())
 
+    async def release_memory_occupation(self, request: web.Request) -> web.Response:
+        body = protocol.decode(await request.read(), protocol.Occupation)
+        await self._call(lambda: self.scheduler.give_back(body.known(TAGS)))
+        return _json(None)
+
+    async def resume_memory_occupation(self, request: web.Request) -> web.Response:
+        body = protocol.decode(await request.read(), protocol.Occupation)
+        await self._call(lambda: self.scheduler.take(body.known(TAGS)))
+        return _json(None)
+
     async def update_weight_version(self, request: web.Request) -> web.Response:
         body = protocol.decode(await request.read(), protocol.Relabel)
         if body.abort_all_requests:
@@ -310,15 +321,22 @@ class Server:
         body = protocol.decode(await request.read(), protocol.Check)
         if body.action != "checksum":
             raise BadRequest(f"action is {body.action!r}, this engine knows only 'checksum'")
+        self._need(WEIGHTS)
         checksums = await self._call(lambda: self.scheduler.model.weights.checksums(body.checksum))
         return _json({**protocol.outcome(True, "Success."), "ranks": [{"checksums": checksums}]})
 
     async def get_weights_by_name(self, request: web.Request) -> web.Response:
         body = protocol.decode(await request.read(), protocol.GetWeights)
         named = self.scheduler.model.weights.named
+        self._need(WEIGHTS)
         if body.name not in named:
             raise BadRequest(f"Get parameter by name failed: no parameter {body.name!r}")
         return _json(await self._call(lambda: named[body.name][: body.truncate_size].float().tolist()))
+
+    def _need(self, *tags: str) -> None:
+        """Raises `MemoryMisuse` when one of them is released."""
+        if not self.scheduler.released.isdisjoint(tags):
+            raise MemoryMisuse(f"{', '.join(sorted(self.scheduler.released))}: released; resume it first")
 
     # --- plumbing ---
 
@@ -334,6 +352,7 @@ class Server:
             self.generate, self.abort_request, self.pause_generation, self.continue_generation,
             self.init_weights_update_group, self.destroy_weights_update_group, self.update_weights_from_distributed,
             self.update_weights_from_tensor, self.update_weight_version, self.weights_checker,
+            self.release_memory_occupation, self.resume_memory_occupation,
         )  # fmt: skip
         both = (self.get_weights_by_name, self.flush_cache)
         gets = (self.health, self.health_generate, self.model_info, self.server_info)
@@ -360,7 +379,7 @@ async def _errors(
 ) -> web.StreamResponse:
     try:
         return await handler(request)
-    except BadRequest as error:
+    except (BadRequest, MemoryMisuse) as error:
         return _json(protocol.semantic_error(str(error)), 400)
     except SchemaError as error:
         return _json(protocol.schema_error(str(error)), 400)

@@ -77,6 +77,11 @@ class KVCache:
         """Give the memory back; nothing cached survives."""
         self._allocate(0, 0, 0)
 
+    @property
+    def bytes(self) -> int:
+        """What it holds now."""
+        return sum(cache.nbytes for cache in self.layers)
+
     def read_row(self, row: int, length: int) -> torch.Tensor:
         """A copy (layers, 2, kv_heads, length, head_dim) of a row's first tokens."""
         return torch.stack([cache[:, row, :, :length] for cache in self.layers])

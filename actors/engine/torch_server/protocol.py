@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -60,6 +60,19 @@ class Take(msgspec.Struct):
 class Relabel(msgspec.Struct):
     new_version: str
     abort_all_requests: bool = True
+
+
+class Occupation(msgspec.Struct):
+    """Which memory is to be released or resumed. No tags at all: everything."""
+
+    tags: list[str] | None = None
+
+    def known(self, tags: Sequence[str]) -> tuple[str, ...]:
+        """Those of `tags`, in their order. Raises `BadRequest` for another."""
+        strange = sorted(set(self.tags or ()).difference(tags))
+        if strange:
+            raise BadRequest(f"tags names {', '.join(strange)}; this engine knows {', '.join(tags)}")
+        return tuple(tag for tag in tags if not self.tags or tag in self.tags)
 
 
 class Abort(msgspec.Struct):

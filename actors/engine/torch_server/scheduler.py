@@ -18,10 +18,17 @@ from actors.engine.torch_server.generation import ABORTED, NOT_FINITE, DecodeSta
 from actors.engine.torch_server.kv import KVCache, PrefixStore
 from actors.engine.torch_server.model import Model
 from actors.engine.torch_server.sampling import sample
+from actors.engine.torch_server.weights import BadWeights
 
 T = TypeVar("T")
 PauseMode = Literal["abort", "retract", "in_place"]
+KV, WEIGHTS = TAGS = ("kv_cache", "weights")
+"""Parts of the memory that can be given back."""
 SCORED = 1024  # rows of logits held at once while scoring a prompt
+
+
+class MemoryMisuse(ValueError):
+    """Memory is to be released or resumed that is in use, or not there."""
 
 
 class Scheduler:
@@ -46,6 +53,8 @@ class Scheduler:
         self.prefixes = PrefixStore(prefix_tokens)
         self.version = "default"
         self.paused = False
+        self.released: set[str] = set()
+        """Of `TAGS`; nothing runs meanwhile."""
         self.steps = self.generated = 0
         self.waiting: deque[Generation] = deque()
         self.rows: list[Generation] = []
@@ -146,6 +155,8 @@ class Scheduler:
         """Copy new weights in; answers how many names the model knows. Raises `BadWeights` and changes nothing when
         a shape differs. No prefix computed before is offered afterwards; with `flush` running rows start over too."""
         weights = self.model.weights
+        if WEIGHTS in self.released:
+            raise BadWeights("the memory of the weights is released: resume it first")
         weights.check((name, tensor.shape) for name, tensor in tensors)
         known = sum(weights.assign(name, tensor) for name, tensor in tensors)
         self._epoch += 1
@@ -157,6 +168,31 @@ class Scheduler:
         if version is not None:
             self.version = version
         return known
+
+    def give_back(self, tags: Sequence[str]) -> None:
+        """Free the memory that `tags` name, until `take`. Raises `MemoryMisuse`, and changes nothing, while generations
+        run or wait, and for what is not held."""
+        if not self.idle:
+            raise MemoryMisuse("release_memory_occupation should be called only when server is idle.")
+        if not self.released.isdisjoint(tags):
+            raise MemoryMisuse(f"{', '.join(sorted(self.released & set(tags)))}: already released")
+        self.released.update(tags)
+        self._epoch += 1
+        self.prefixes.clear()
+        if KV in tags:
+            self.cache.release()
+        if WEIGHTS in tags:
+            self.model.weights.give_back()
+        if self.cache.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def take(self, tags: Sequence[str]) -> None:
+        """Have the memory again; weights are to be loaded before anything is generated. Raises `MemoryMisuse`."""
+        if not self.released.issuperset(tags):
+            raise MemoryMisuse(f"{', '.join(sorted(set(tags) - self.released))}: not released")
+        if WEIGHTS in tags:
+            self.model.weights.take()
+        self.released.difference_update(tags)
 
     def label(self, version: str) -> None:
         """Name the weights; nothing else changes."""
@@ -171,6 +207,9 @@ class Scheduler:
             "generated_tokens": self.generated,
             "prefix_tokens": self.prefixes.tokens,
             "cache_tokens": self.cache.rows * self.cache.length,
+            "cache_bytes": self.cache.bytes,
+            "weight_bytes": self.model.weights.bytes,
+            "released": sorted(self.released),
         }
 
     def _run(self) -> None:
@@ -188,7 +227,7 @@ class Scheduler:
 
     @property
     def _busy(self) -> bool:
-        return not self.paused and not self.idle
+        return not self.paused and not self.released and not self.idle
 
     def _take(self) -> None:
         if not self._busy:

@@ -6,6 +6,7 @@ of it, so a transfer or a checksum by name touches the memory that the forward r
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ class Weights:
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self.named: dict[str, torch.Tensor] = {}
+        self._given: list[tuple[torch.UntypedStorage, int]] = []
         self.embed = self._single("model.embed_tokens.weight", config.vocab, config.hidden)
         self.layers = [self._layer(f"model.layers.{i}.") for i in range(config.layers)]
         self.norm = self._single("model.norm.weight", config.hidden)
@@ -88,13 +90,35 @@ class Weights:
         own.copy_(tensor)
         return True
 
+    @property
+    def bytes(self) -> int:
+        """What the parameters hold now; 0 after `give_back`."""
+        return sum(storage.nbytes() for storage in self._storages())
+
+    def give_back(self) -> None:
+        """Free the memory. Nothing may use a parameter before `take`."""
+        self._given = [(storage, storage.nbytes()) for storage in self._storages()]
+        for storage, _ in self._given:
+            storage.resize_(0)
+
+    def take(self) -> None:
+        """Have memory again. Parameters are not a number until each is loaded."""
+        for storage, size in self._given:
+            storage.resize_(size)
+        self._given = []
+        for tensor in self.named.values():
+            tensor.fill_(float("nan"))
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        """Each once: several parameters may share one."""
+        storages = [tensor.untyped_storage() for tensor in self.named.values()]
+        return list({storage._cdata: storage for storage in storages}.values())
+
     def checksums(self, kind: Checksum = "xxh3_128") -> dict[str, str]:
         """Name -> hex checksum of the parameter's bytes in the engine's dtype."""
-        import xxhash
-
         if kind == "mix64":
             return dict(zip(self.named, mix64.checksums(list(self.named.values())), strict=True))
-        return {name: xxhash.xxh3_128_hexdigest(_bytes(tensor)) for name, tensor in self.named.items()}
+        return {name: _xxh3(tensor) for name, tensor in self.named.items()}
 
     def _single(self, name: str, *shape: int) -> torch.Tensor:
         tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -147,5 +171,11 @@ def _stored(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, opened.get_tensor(name)
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+def _xxh3(tensor: torch.Tensor) -> str:
+    """Of its bytes, which numpy does not get to see: memory that it knows can't be given back any more."""
+    import xxhash
+
+    flat = tensor.detach().cpu().contiguous()
+    return xxhash.xxh3_128_hexdigest(
+        (ctypes.c_ubyte * flat.nbytes).from_address(flat.data_ptr()) if flat.nbytes else b""
+    )

@@ -14,7 +14,7 @@ from contracts.weights import Checksum
 class Offer(msgspec.Struct, frozen=True):
     """A frozen copy that can be sent: what `transfer.offered` says of it. `bytes` over all buckets.
 
-    `digest` combines a `checksum` of each tensor.
+    `digest` combines a `checksum` of each tensor. `note` is for the log.
     """
 
     address: str
@@ -23,6 +23,7 @@ class Offer(msgspec.Struct, frozen=True):
     bytes: int
     digest: str
     checksum: Checksum = "xxh3_128"
+    note: str = ""
 
 
 class Sent(msgspec.Struct, frozen=True):

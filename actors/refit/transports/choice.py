@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from actors.refit.transports import Sender
+from actors.refit.transports import Sender, staging
 from actors.refit.transports.gloo import GlooSender
 from actors.refit.transports.ipc import IpcSender
 from config.schema import RunConfig, is_direct
@@ -13,16 +13,18 @@ from config.schema import RunConfig, is_direct
 def sender(config: RunConfig) -> Sender:
     """Rank 0's end of `refit.transport`. Raises `RuntimeError` when this host can't do it."""
     host, size, apart = config.network.host, bucket_bytes(config), is_direct(config)
+    needs = staging.of(config)
     match config.refit.transport:
         case "ipc":
-            return IpcSender(size, "shared" if config.engine.kind == "torch" else "direct" if apart else "pickle")
+            form = "shared" if config.engine.kind == "torch" else "direct" if apart else "pickle"
+            return IpcSender(size, form, needs)
         case "nccl":
             from actors.refit.transports.nccl import NcclSender
 
             device = "cuda" if config.trainer.device == "auto" else config.trainer.device
-            return NcclSender(host, size, torch.device(device), apart)
+            return NcclSender(host, size, torch.device(device), apart, needs)
         case "gloo":
-            return GlooSender(host, size, apart)
+            return GlooSender(host, size, apart, needs)
 
 
 def bucket_bytes(config: RunConfig) -> int | None:

@@ -22,7 +22,8 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
 from actors.network import address_of
 from actors.refit.transports import Offer, Sent, TransferError
 from actors.refit.transports.plan import plan
-from actors.refit.transports.tensors import bucket_bytes, checksum_for, checksums, spec_of
+from actors.refit.transports.staging import Staging
+from actors.refit.transports.tensors import Sizer, checksum_for, checksums, spec_of
 from contracts.events import Bucket, TransferStarted
 from contracts.weights import digest
 
@@ -77,9 +78,16 @@ class CollectiveSender:
     is to where it goes, which our own receiver takes; otherwise a bucket is one vector.
     """
 
-    def __init__(self, host: str, bucket_bytes: int | None, wire: Callable[[str], Wire], apart: bool = False) -> None:
+    def __init__(
+        self,
+        host: str,
+        bucket_bytes: int | None,
+        wire: Callable[[str], Wire],
+        apart: bool = False,
+        staging: Staging = Staging(),  # noqa: B008 - frozen
+    ) -> None:
         self._host = address_of(host)
-        self._bucket_bytes = bucket_bytes
+        self._sizer = Sizer(bucket_bytes, staging)
         self._apart = apart
         self._wire = wire(self._host)
         self._lock = threading.Lock()
@@ -92,16 +100,17 @@ class CollectiveSender:
         self.abandon()
         held = {name: tensor.detach() for name, tensor in tensors}
         try:
-            size = bucket_bytes(self._bucket_bytes, held)
-            buckets = plan([spec_of(name, tensor) for name, tensor in held.items()], size)
+            choice = self._sizer.choose(held)
+            buckets = plan([spec_of(name, tensor) for name, tensor in held.items()], choice.size)
             kind = checksum_for(held, self._apart)
             whole = digest(checksums(held, kind))
             meeting = _Meeting(self._host)
         except (OSError, ValueError, RuntimeError) as error:  # a GPU without memory is a RuntimeError
+            self._sizer.forget()
             raise TransferError("offer", f"can't offer weights at {self._host}: {error}") from error
         with self._lock:
             self._offered = Offered(held, buckets, meeting, self._wire if self._apart else None)
-        return Offer(self._host, meeting.port, buckets, sum(b.size for b in buckets), whole, kind)
+        return Offer(self._host, meeting.port, buckets, sum(b.size for b in buckets), whole, kind, choice.note)
 
     def send(self, started: TransferStarted, timeout: float) -> Sent:
         """See `Sender.send`."""
@@ -121,6 +130,8 @@ class CollectiveSender:
             self._attempt = None
             if attempt.error is None:
                 self._group = attempt.group
+            else:
+                self._sizer.forget()
         return attempt.result()
 
     def abandon(self, epoch: int | None = None) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch._C._distributed_c10d import ProcessGroupGloo
 
 from actors.refit.transports.collective import CollectiveSender, broadcast_options
+from actors.refit.transports.staging import Staging
 from actors.refit.transports.tensors import as_bytes
 
 SOCKADDR_BYTES = 28
@@ -30,8 +31,14 @@ _Gloo: Any = ProcessGroupGloo
 class GlooSender(CollectiveSender):
     """`CollectiveSender` over gloo."""
 
-    def __init__(self, host: str, bucket_bytes: int | None, apart: bool = False) -> None:
-        super().__init__(host, bucket_bytes, GlooWire, apart)
+    def __init__(
+        self,
+        host: str,
+        bucket_bytes: int | None,
+        apart: bool = False,
+        staging: Staging = Staging(),  # noqa: B008 - frozen
+    ) -> None:
+        super().__init__(host, bucket_bytes, GlooWire, apart, staging)
 
 
 class GlooWire:

@@ -26,7 +26,8 @@ from actors.leftovers import MEETING, Claim, sweep
 from actors.refit.transports import Offer, Sent, TransferError
 from actors.refit.transports.buffers import Buffer, Form, buffer
 from actors.refit.transports.plan import plan
-from actors.refit.transports.tensors import bucket_bytes, checksum_for, checksums, spec_of
+from actors.refit.transports.staging import Staging
+from actors.refit.transports.tensors import Sizer, checksum_for, checksums, spec_of
 from contracts.events import Bucket, Rank, TransferStarted
 from contracts.handles import LINE_LIMIT, Filled, Hello, Message, Refused, Taken, line, parse
 from contracts.weights import digest
@@ -43,8 +44,8 @@ HELLO_S = 5.0
 class IpcSender:
     """`actors.refit.transports.Sender` over shared memory. `form`: what the engines read."""
 
-    def __init__(self, bucket_bytes: int | None, form: Form) -> None:
-        self._bucket_bytes = bucket_bytes
+    def __init__(self, bucket_bytes: int | None, form: Form, staging: Staging = Staging()) -> None:  # noqa: B008 - frozen
+        self._sizer = Sizer(bucket_bytes, staging)
         self._form: Form = form
         self._lock = threading.Lock()
         self._offered: _Offered | None = None
@@ -58,14 +59,15 @@ class IpcSender:
         self.abandon()
         held = {name: tensor.detach() for name, tensor in tensors}
         try:
-            size = bucket_bytes(self._bucket_bytes, held)
-            buckets = plan([spec_of(name, tensor) for name, tensor in held.items()], size)
+            choice = self._sizer.choose(held, sum(one.size for one in self._buffers))
+            buckets = plan([spec_of(name, tensor) for name, tensor in held.items()], choice.size)
             if self._form == "direct":
                 self._lay_out(held)
             kind = checksum_for(held, self._form == "direct")
             whole = digest(checksums(held, kind))
             meeting = _Meeting()
         except (OSError, ValueError, RuntimeError) as error:  # a GPU without memory is a RuntimeError
+            self._sizer.forget()
             raise TransferError("offer", f"can't offer weights on this host: {error}") from error
         if self._form == "direct":
             held = {}
@@ -73,7 +75,8 @@ class IpcSender:
             before, self._offered = self._offered, _Offered(held, buckets, meeting)
         if before is not None:
             before.meeting.close()
-        return Offer(f"{SCHEME}{meeting.path}", 0, buckets, sum(b.size for b in buckets), whole, kind)
+        total = sum(bucket.size for bucket in buckets)
+        return Offer(f"{SCHEME}{meeting.path}", 0, buckets, total, whole, kind, choice.note)
 
     def send(self, started: TransferStarted, timeout: float) -> Sent:
         """See `Sender.send`. There is no group: receivers come anew for each transfer."""
@@ -88,6 +91,7 @@ class IpcSender:
             buffers = self._room(max(bucket.size for bucket in offered.buckets), offered.tensors, BUFFERS)
             return attempt.run(lambda: attempt.send(buffers))
         except TransferError as error:
+            self._sizer.forget()
             raise attempt.abandoned or error from error.__cause__
         finally:
             attempt.close()

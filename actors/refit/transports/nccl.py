@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from actors.refit.transports.collective import CollectiveSender, broadcast_options
+from actors.refit.transports.staging import Staging
 from actors.refit.transports.tensors import flat_bytes
 
 POLL_S = 0.0002
@@ -29,12 +30,19 @@ SETTINGS = {"NCCL_CUMEM_ENABLE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
 class NcclSender(CollectiveSender):
     """`CollectiveSender` over NCCL, from the GPU `device`. Raises `RuntimeError` where torch has no NCCL."""
 
-    def __init__(self, host: str, bucket_bytes: int | None, device: torch.device, apart: bool = False) -> None:
+    def __init__(
+        self,
+        host: str,
+        bucket_bytes: int | None,
+        device: torch.device,
+        apart: bool = False,
+        staging: Staging = Staging(),  # noqa: B008 - frozen
+    ) -> None:
         if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
             raise RuntimeError("refit.transport=nccl needs a GPU and a torch with NCCL: use gloo, or ipc on one host")
         for name, value in SETTINGS.items():
             os.environ.setdefault(name, value)
-        super().__init__(host, bucket_bytes, lambda _: NcclWire(device), apart)
+        super().__init__(host, bucket_bytes, lambda _: NcclWire(device), apart, staging)
 
 
 class NcclWire:

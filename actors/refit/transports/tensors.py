@@ -8,6 +8,7 @@ import torch
 import xxhash
 
 from actors.engine.inside import mix64
+from actors.refit.transports.staging import ON_CPU, Choice, Staging, choose
 from contracts.events import TensorSpec
 from contracts.weights import Checksum
 
@@ -44,13 +45,27 @@ def checksums(tensors: Mapping[str, torch.Tensor], kind: Checksum) -> dict[str, 
     return {name: checksum(tensor) for name, tensor in tensors.items()}
 
 
-def bucket_bytes(setting: int | None, tensors: Mapping[str, torch.Tensor]) -> int:
-    """`setting`, or what suits the memory: 256 MiB on a CPU, on a GPU an eighth of what is free, 64 to 512 MiB.
+class Sizer:
+    """Chooses the size of buckets, once for a sender: receivers prepare for the buckets that they know."""
 
-    SGLang stages a bucket twice: 512 MiB keep that at 1 GiB.
-    """
-    device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
-    if setting is not None or device is None:
-        return 256 * 2**20 if setting is None else setting
-    free, _ = torch.cuda.mem_get_info(device)
-    return min(512 * 2**20, max(64 * 2**20, free // 8))
+    def __init__(self, setting: int | None, staging: Staging) -> None:
+        self._setting, self._staging = setting, staging
+        self._chosen: Choice | None = None
+
+    def choose(self, tensors: Mapping[str, torch.Tensor], held: int = 0) -> Choice:
+        """By the GPU's free memory, of which `held` bytes are the sender's already. Raises `NoRoom`."""
+        device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
+        if self._chosen is not None:
+            return Choice(self._chosen.size)
+        if device is None:
+            self._chosen = Choice(ON_CPU if self._setting is None else self._setting)
+        else:
+            free, _ = torch.cuda.mem_get_info(device)
+            cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+            sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
+            self._chosen = choose(self._setting, free + cached + held, sizes, self._staging)
+        return self._chosen
+
+    def forget(self) -> None:
+        """The transfer failed: what is free now decides anew."""
+        self._chosen = None

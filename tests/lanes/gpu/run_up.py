@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,13 +37,21 @@ from actors import models
 from actors.engine import server
 from config import loading
 from config.schema import RunConfig
+from contracts import events
 from contracts.engine import EngineError
+from pipeline import machine
+from pipeline.eventlog import archived
+from pipeline.rundir import RunDir
 
 ROOT = Path(__file__).parents[3]
 MISMATCH = 1.05
 """Upper bound of the mean exp|trainer - engine| over tokens of the current version, in every step."""
 RISE = 0.05
 """How much the mean reward of the last fifth of the steps must exceed that of the first fifth."""
+SAMPLE_S = 0.01
+"""Pause between two looks at the GPU's memory."""
+GIVEN_MIB = 2048
+"""What an engine with engine.release=all gives back at least: its cache alone is 2,880 MiB."""
 LOG_BYTES = 200_000
 """End of each log that is kept."""
 
@@ -70,6 +79,20 @@ BOUND = (
 """Generation takes longer than training, and goes on doing so: answers stay as long as they are."""
 VARIANTS = (
     Variant("ipc", 1, 40, 220.0, own=True, rises=True, settings=("engine.gpus=[0]", "refit.transport=ipc")),
+    Variant(
+        "ipc-release",
+        1,
+        8,
+        150.0,
+        own=True,
+        settings=(
+            "engine.gpus=[0]",
+            "refit.transport=ipc",
+            "sync=true",
+            "engine.release=all",
+            "trainer.offload=optimizer",
+        ),
+    ),
     Variant("megatron", 2, 20, 150.0, settings=("trainer.backend=megatron",)),
     Variant(
         "fsdp",
@@ -128,8 +151,12 @@ class Lane:
         """One `pipeline up` and `pipeline verify`, judged."""
         run = self.work / variant.name
         limit = min(variant.limit_s, self.left_s)
-        done = carried_out(self.words(variant, url), run, run.with_suffix(".log"), limit)
+        with Sampler() as sampler:
+            done = carried_out(self.words(variant, url), run, run.with_suffix(".log"), limit)
         said = judged(variant, rows(run), self.args.dry)
+        if "engine.release=all" in variant.settings:
+            said["given_back_mib"], wrong = given_back(run, sampler.seen)
+            said["failures"] += wrong
         said |= {"rc": done.status, "verify_rc": done.verify_rc, "seconds": round(done.seconds, 1)}
         if done.status != 0:
             how = f"over after {limit:g} s" if done.status is None else done.status
@@ -321,6 +348,47 @@ def judged(variant: Variant, found: Sequence[dict[str, Any]], dry: bool) -> dict
         "transfer_ms": middle([1e3 * row["refit/transfer_s"] for row in refits.values()]),
         "drain_ms": middle([1e3 * row["refit/drain_s"] for row in refits.values()]),
     }
+
+
+class Sampler(threading.Thread):
+    """Looks again and again at what is free on the first GPU. `seen`: seconds since the epoch and bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.seen: list[tuple[float, int]] = []
+        self._over = threading.Event()
+
+    def __enter__(self) -> Sampler:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._over.wait(SAMPLE_S):
+            found = machine.free_memory([0])
+            if 0 in found:
+                self.seen.append((time.time(), found[0]))
+
+
+def given_back(run: Path, seen: Sequence[tuple[float, int]]) -> tuple[int | None, list[str]]:
+    """MiB more that are free at some moment of a step than while engines serve; and what is wrong with that."""
+    turns: dict[bool, list[int]] = {True: [], False: []}
+    since: tuple[bool, float] | None = None
+    for _, envelope in archived(RunDir.open(run)):
+        at, body = envelope.wall_ns / 1e9, envelope.body
+        if isinstance(body, events.ReleaseRequested | events.StepFinished) and since is not None:
+            free = [size for moment, size in seen if since[1] <= moment <= at]
+            turns[since[0]] += [max(free)] if free else []
+            since = None
+        if isinstance(body, events.ReleaseFinished | events.RefitCommitted):
+            since = (isinstance(body, events.ReleaseFinished), at)
+    if not seen or not turns[True] or not turns[False]:
+        return None, [] if not seen else ["no release was seen"]
+    given = int(statistics.median(turns[True]) - statistics.median(turns[False])) // 2**20
+    return given, [] if given >= GIVEN_MIB else [f"{given} MiB were given back for a step, not {GIVEN_MIB}"]
 
 
 def middle(values: Sequence[float]) -> float | None:

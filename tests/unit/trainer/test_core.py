@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from actors.trainer import state as trainer
 from actors.trainer.core import QUEUE, TrainerCore, reward_metrics
 from actors.trainer.state import State
-from config.schema import CheckpointConfig, RunConfig
+from config.schema import CheckpointConfig, EngineConfig, RunConfig
 from contracts import events
 from contracts.core import Ack, Booted, Delivered, Emit, Ref, Release, Tick
 from contracts.envelope import STREAM_OF, Envelope
 from contracts.events import BatchReady, GroupRef, PayloadRef, SampleRef
 
 
-def delivered(body: Any, entry: str = "1-0") -> Delivered:
+def delivered(body: Any, entry: str = "1-0") -> Any:
     stream = STREAM_OF[type(body)]
     envelope = Envelope(id="x:1.0", run="r", stream=stream, actor="x", boot=1, epoch=0, wall_ns=0, mono_ns=0, body=body)
     return Delivered(Ref(stream, entry), envelope)
 
 
-def batch(number: int, rewards: tuple[float, ...] = (0.0, 1.0), lag: int = 0) -> Delivered:
+def batch(number: int, rewards: tuple[float, ...] = (0.0, 1.0), lag: int = 0) -> Any:
     samples = tuple(
         SampleRef(sample=i, reward=r, valid=True, payload=PayloadRef(f"p{number}-{i}", 10), lag=lag)
         for i, r in enumerate(rewards)
@@ -463,3 +463,56 @@ def test_states_survive_a_snapshot():
     driver.trained()
     encoded = msgspec.msgpack.encode(driver.state)
     assert msgspec.msgpack.decode(encoded, type=State) == driver.state
+
+
+# --- engine.release --------------------------------------------------------------------------------------------------
+
+
+def asking() -> Driver:
+    """A trainer that shares its device with engines which give memory back; it has its first batch."""
+    driver = Driver()
+    driver.core = TrainerCore(RunConfig(steps=10, engine=EngineConfig(release="kv")))
+    driver.boot()
+    driver.now = 4.0
+    driver.feed(batch(0))
+    return driver
+
+
+def released(step: int = 1, boot: int = 1) -> Any:
+    return delivered(events.ReleaseFinished(epoch=2, step=step, trainer_boot=boot, engines=(), seconds=0.1))
+
+
+def test_no_step_is_taken_before_the_engines_gave_their_memory_back():
+    driver = asking()
+    assert emitted(driver.commands)[-2] == events.MemoryWanted(step=1, trainer_boot=1)
+    waiting = emitted(driver.commands)[-1]
+    assert (waiting.on, waiting.cause) == ("refit", "engines are to give memory back for step 1 (engine.release)")
+    assert not any(isinstance(c, trainer.Train) for c in driver.commands)
+    assert driver.feed(batch(1)) == [], "one batch at a time"
+    assert driver.feed(released(step=2)) == driver.feed(released(boot=2)) == []
+    driver.now = 5.0
+    ended, train = driver.feed(released())
+    assert (ended.event.on, ended.event.seconds, train.step) == ("refit", 1.0, 1)
+    assert driver.feed(released()) == [], "a repeat changes nothing"
+    driver.now = 6.0
+    driver.trained()
+    assert emitted(driver.saved())[-2] == events.MemoryWanted(step=2, trainer_boot=1), "the batch that was there"
+
+
+def test_a_run_that_stops_while_memory_is_asked_for_leaves_and_a_resume_asks_again():
+    driver = asking()
+    ended = emitted(driver.feed(delivered(events.RunStopping(reason="r"))))
+    assert [(event.on, event.seconds) for event in ended] == [("refit", 0.0)]
+    assert driver.core.done(driver.state)
+    assert driver.feed(released()) == []
+    assert events.MemoryWanted(step=1, trainer_boot=1) in emitted(
+        driver.feed(delivered(events.RunStarted(config_digest="c", resumed=True)))
+    )
+
+
+def test_after_a_crash_memory_is_asked_for_again():
+    driver = asking()
+    driver.feed(Booted(2))
+    assert driver.feed(released()) == []
+    commands = driver.feed(trainer.Loaded(version=driver.state.version))
+    assert events.MemoryWanted(step=1, trainer_boot=2) in emitted(commands)

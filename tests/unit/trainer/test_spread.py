@@ -43,7 +43,7 @@ def test_two_ranks_train_export_save_and_resume_as_one_does(
 ) -> None:
     # one more sample than ranks share evenly, so that one of them has a microbatch less
     first, second = make_samples(11, seed=7), make_samples(1, seed=8)
-    settings = {"minibatches": 2, "packed": True, "activation_checkpointing": True}
+    settings = {"minibatches": 2, "packed": True, "activation_checkpointing": True, "offload": "all"}
     saved, mine = tmp_path / "v0000000002-step00000002", tmp_path / "v0000000001-step00000001"
     with opened(model_dir, 1, minibatches=2) as alone, opened(model_dir, 2, **settings) as both:
         for samples in (first, second):

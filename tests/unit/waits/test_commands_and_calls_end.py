@@ -24,7 +24,18 @@ from actors.engine import client as engine_client
 from actors.engine import colocated
 from actors.engine.client import CallError, HttpEngineClient
 from actors.engine.server import Server
-from actors.engine.state import Abandon, Drain, DrainFailed, LoadFailed, Receive, Resume, ServerDead, StartServer, Watch
+from actors.engine.state import (
+    Abandon,
+    Drain,
+    DrainFailed,
+    LoadFailed,
+    Receive,
+    Release,
+    Resume,
+    ServerDead,
+    StartServer,
+    Watch,
+)
 from actors.gateway import client as gateway_client
 from actors.gateway.client import DeadlineProblem, GatewayClient
 from actors.refit.probes import Prober
@@ -35,7 +46,7 @@ from actors.trainer.actor import TrainerShell
 from actors.trainer.state import Offer, TransferBroke
 from config.schema import EngineConfig, FleetConfig, LaunchConfig, RunConfig
 from contracts.engine import EngineClient
-from contracts.events import Bucket, TensorSpec
+from contracts.events import Bucket, MemoryWanted, TensorSpec
 from contracts.trajectory import Sampling
 from pipeline.cores import core_of
 from tests.unit.engine.driver import Driver
@@ -56,6 +67,7 @@ ENDS: dict[str, tuple[str, str]] = {
     "engine.StartServer": ("setting launch.start_deadline_s", "ServerDead"),
     "engine.Watch": ("constant actors.engine.actor.PROBE_DEADLINE_S", "ServerDead"),
     "engine.Drain": ("field deadline_at", "DrainFailed"),
+    "engine.Release": ("field deadline_at", "ServerDead"),
     "engine.Receive": ("field deadline_at", "LoadFailed"),
     "engine.Resume": ("constant actors.engine.actor.CALL_S", "ServerDead"),
     "engine.Abandon": ("constant actors.engine.actor.CALL_S", "ServerDead"),
@@ -223,6 +235,7 @@ SILENCE: dict[str, tuple[Callable[[], Any], type]] = {
     "StartServer": (lambda: StartServer(0.0), ServerDead),
     "Watch": (Watch, ServerDead),
     "Drain": (lambda: Drain(1, time.time(), time.time() + SOON_S), DrainFailed),
+    "Release": (lambda: Release(1, time.time(), time.time() + SOON_S), ServerDead),
     "Receive": (receive, LoadFailed),
     "Resume": (lambda: Resume(1), ServerDead),
     "Abandon": (lambda: Abandon(1, "g"), ServerDead),
@@ -296,12 +309,13 @@ def test_the_coordinator_waits_for_nothing_without_an_alarm() -> None:
 
     def alarmed(said: Any) -> None:
         wake = drive.core.wake(drive.state)
+        assert drive.state.wait is None or wake is not None
         barrier = drive.state.barrier
         if drive.state.phase == "opening":
             return
-        if barrier is None:
-            assert drive.state.wait is None or wake is not None
-        else:
+        if drive.state.release is not None or drive.state.yielded is not None:
+            assert drive.state.wait is not None
+        if barrier is not None:
             assert wake is not None
             assert wake <= barrier.deadline_at == barrier.requested_at + 60.0
 
@@ -316,7 +330,11 @@ def test_the_coordinator_waits_for_nothing_without_an_alarm() -> None:
         lambda: drive.hear(drive.sent()),
         lambda: drive.hear(drive.loaded(0)),
         lambda: drive.hear(drive.loaded(1)),
+        lambda: drive.hear(MemoryWanted(step=1, trainer_boot=1)),
+        lambda: drive.open(),
+        lambda: drive.at(drive.now + 30.0),
     ]
     for step in steps:
         alarmed(step())
     assert drive.state.committed is not None
+    assert drive.state.yielded is not None

@@ -1,0 +1,126 @@
+"""What a run needs of each GPU's memory, by number, as far as it is known before anything is loaded. Pure.
+
+Left out: activations, and what libraries take. So a run that does not fit by this can't work; one that fits may not.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+
+from config import gpus
+from config.schema import RunConfig, is_direct
+
+GIB = 2**30
+COPIES = 2
+"""Frozen copies of the weights that the trainer keeps on its GPU."""
+CONTEXT = GIB // 2
+"""What CUDA itself takes for each process."""
+BYTES = {"float32": 4, "bfloat16": 2}
+Moment = Literal["a step", "a refit", "generation"]
+
+
+class Model(msgspec.Struct, frozen=True):
+    """`kv_values`: keys and values of one token, 0 if not known."""
+
+    parameters: int
+    kv_values: int = 0
+
+
+class Part(msgspec.Struct, frozen=True):
+    """Bytes of one GPU, of whom and what for."""
+
+    name: str
+    size: int
+
+
+Needs = dict[Moment, dict[int, list[Part]]]
+
+
+def needs(config: RunConfig, model: Model, free: Mapping[int, int]) -> Needs:
+    """What is on each GPU at three moments that follow each other in a synchronous run, and mix otherwise.
+
+    `free` bytes before the run, by GPU: SGLang's cache takes a part of what it finds.
+    """
+    found: Needs = {"a step": defaultdict(list), "a refit": defaultdict(list), "generation": defaultdict(list)}
+    _trainer(config, model, found)
+    for index in range(config.engine.count):
+        _engine(config, model, index, free, found)
+    return found
+
+
+def fraction(args: Sequence[str]) -> float | None:
+    """SGLang's --mem-fraction-static, where `engine.args` has it."""
+    for place, word in enumerate(args):
+        name, _, value = word.partition("=")
+        if name == "--mem-fraction-static":
+            value = value or (args[place + 1] if place + 1 < len(args) else "")
+            try:
+                return float(value)
+            except ValueError:
+                return None
+    return None
+
+
+def too_much(found: Needs, free: Mapping[int, int]) -> str | None:
+    """The first GPU whose `free` bytes don't do, in words."""
+    for moment, by_gpu in found.items():
+        for gpu, parts in sorted(by_gpu.items()):
+            total = sum(part.size for part in parts)
+            if gpu in free and total > free[gpu]:
+                listed = ", ".join(f"{part.name} {part.size / GIB:.1f}" for part in parts if part.size)
+                return (
+                    f"GPU {gpu} has {free[gpu] / GIB:.1f} GiB free, but {moment} needs {total / GIB:.1f} there "
+                    f"without activations: {listed}"
+                )
+    return None
+
+
+def _trainer(config: RunConfig, model: Model, found: Needs) -> None:
+    """Of the torch backend; megatron spreads a model in more ways than are told here."""
+    trainer, places = config.trainer, gpus.of_trainer(config)
+    if trainer.backend != "torch":
+        return
+    share = 4 * model.parameters // trainer.ranks
+    sent = BYTES[config.model.dtype] * model.parameters
+    weights = share * (2 if trainer.loss.kl_coef else 1)
+    kept = (0 if trainer.offload == "all" else weights) + (0 if trainer.offload != "none" else 2 * share)
+    whole = config.refit.transport == "ipc" and is_direct(config)
+    for rank, gpu in enumerate(places):
+        own = [Part("trainer's frozen copies", COPIES * sent)] if rank == 0 else []
+        own.append(Part("CUDA of the trainer", CONTEXT))
+        buffer = [Part("the copy that engines read", sent)] if whole and rank == 0 else []
+        between = [Part("trainer between steps", kept)] if kept else []
+        step = [Part("trainer's weights", weights), Part("gradients", share), Part("optimizer", 2 * share)]
+        found["a step"][gpu] += [*own, *buffer, *step]
+        found["a refit"][gpu] += [*own, *buffer, *between]
+        found["generation"][gpu] += [*own, *buffer, *between]
+
+
+def _engine(config: RunConfig, model: Model, index: int, free: Mapping[int, int], found: Needs) -> None:
+    engine, places = config.engine, gpus.of_engine(config, index)
+    size = BYTES[config.model.dtype]
+    for gpu in places:
+        weights = Part(f"weights of engine-{index}", size * model.parameters // len(places))
+        cache = Part(f"cache of engine-{index}", _cache(config, model, gpu, weights.size, len(places), free))
+        own = Part(f"CUDA of engine-{index}", CONTEXT)
+        held = {"none": [weights, cache], "kv": [weights], "all": []}[engine.release]
+        found["a step"][gpu] += [own, *held]
+        found["a refit"][gpu] += [own, weights] if engine.release != "none" else [own, weights, cache]
+        found["generation"][gpu] += [own, weights, cache]
+
+
+def _cache(config: RunConfig, model: Model, gpu: int, weights: int, ranks: int, free: Mapping[int, int]) -> int:
+    """The least that it will be, should the trainer have loaded its model before: SGLang fits it to what is left."""
+    part = fraction(config.engine.args)
+    if part is None or gpu not in free:
+        return 0
+    size = BYTES[config.model.dtype]
+    loaded = 0
+    if gpu in gpus.of_trainer(config):
+        loaded = 4 * model.parameters // config.trainer.ranks + COPIES * size * model.parameters
+    wished = size * model.kv_values * config.engine.max_total_tokens // ranks
+    return max(0, min(wished, int(part * (free[gpu] - loaded)) - weights))

@@ -1,0 +1,308 @@
+"""Memory that trainer and engine share on one GPU: what is given back, taken again, and still right then.
+
+    python -m tests.lanes.gpu.memory --python ENV/bin/python     # one GPU: real SGLang, engine.release=all, CUDA IPC
+    python -m tests.lanes.gpu.memory --try                       # the script itself, on a CPU with the embedded engine
+
+Prints JSON lines. A server is started, loaded, gives its memory back, is loaded with the same weights and must generate
+what it generated before; then a policy trains with trainer.offload=all and must be equal to one that stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import msgspec
+import numpy as np
+import torch
+from msgspec.structs import replace
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from actors.refit.transports.choice import sender
+from actors.trainer.packing import Sample
+from actors.trainer.torch_policy import TorchPolicy
+from config.schema import EngineConfig, GatewayConfig, LaunchConfig, ModelConfig, RefitConfig, RunConfig, TrainerConfig
+from contracts.events import (
+    EngineDrained,
+    EngineLoaded,
+    EngineReady,
+    EngineReleased,
+    Member,
+    Rank,
+    RefitCommitted,
+    RefitRequested,
+    ReleaseRequested,
+    TransferOffered,
+    TransferStarted,
+)
+from tests.unit.engine.driver import Driver
+
+FLAGS = (
+    *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
+    *("--mem-fraction-static", "0.4", "--context-length", "2048", "--cuda-graph-max-bs", "2"),
+    "--disable-piecewise-cuda-graph",
+)
+LARGE: dict[str, Any] = {
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "vocab_size": 151936,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+}
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "vocab_size": 320,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+ME, PATIENCE_S, MIB = Member("engine-0", 1), 200.0, 2**20
+TOKENS = 262144
+"""Of the engine's cache."""
+
+
+class Place:
+    """The model, and what of the memory is free."""
+
+    def __init__(self, dry: bool, python: str | None) -> None:
+        self.dry = dry
+        self.device = "cpu" if dry else "cuda:0"
+        self.path = Path(tempfile.mkdtemp(prefix="sluice-memory-"))
+        shape = Qwen2Config(**(SMALL if dry else LARGE), tie_word_embeddings=True, max_position_embeddings=2048)
+        shape.architectures = ["Qwen2ForCausalLM"]
+        shape.save_pretrained(self.path)
+        dtype = "float32" if dry else "bfloat16"
+        with torch.device(self.device):
+            torch.manual_seed(1)
+            model: Any = Qwen2ForCausalLM(shape).to(getattr(torch, dtype))
+        self.weights = {name: tensor.detach() for name, tensor in model.named_parameters()}
+        self.bytes = sum(tensor.nbytes for tensor in self.weights.values())
+        sizes = SMALL if dry else LARGE
+        width = sizes["hidden_size"] // sizes["num_attention_heads"]
+        values = 2 * sizes["num_hidden_layers"] * sizes["num_key_value_heads"] * width
+        self.kv = values * (4 if dry else 2) * TOKENS
+        engine = EngineConfig(
+            kind="torch" if dry else "sglang",
+            count=1,
+            python=python,
+            device=self.device,
+            args=() if dry else FLAGS,
+            max_running=8,
+            max_total_tokens=4096 if dry else TOKENS,
+            lease_s=30.0,
+            release="all",
+        )
+        self.config = RunConfig(
+            sync=True,
+            model=ModelConfig(source=str(self.path), dtype=dtype),
+            trainer=TrainerConfig(device=self.device),
+            engine=engine,
+            refit=RefitConfig(transport="ipc", deadline_s=60.0, drain_deadline_s=30.0),
+            gateway=GatewayConfig(request_deadline_s=60.0),
+            launch=LaunchConfig(start_deadline_s=PATIENCE_S),
+        )
+
+    def free(self) -> int:
+        """Bytes that no process has."""
+        if self.dry:
+            return 0
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(0)[0]
+
+
+class Turns:
+    """Takes one engine through refits and releases, as coordinator and trainer would."""
+
+    def __init__(self, place: Place, driver: Driver) -> None:
+        self.place, self.driver = place, driver
+        self.sender = sender(place.config)
+        self.epoch = 0
+
+    def _begin(self) -> float:
+        self.epoch += 1
+        self.driver.registers["epoch"] = self.epoch
+        return time.time() + self.place.config.refit.deadline_s
+
+    async def load(self) -> dict[str, Any]:
+        """One refit to the commit; milliseconds."""
+        deadline_at, driver, began = self._begin(), self.driver, time.perf_counter()
+        offer = await asyncio.to_thread(self.sender.offer, self.place.weights.items())
+        offered = time.perf_counter()
+        epoch = self.epoch
+        driver.publish(
+            RefitRequested(
+                epoch=epoch,
+                version=epoch,
+                step=epoch,
+                engines=(ME,),
+                gateways=(),
+                drain="finish",
+                deadline_at=deadline_at,
+            )
+        )
+        driver.publish(
+            TransferOffered(
+                epoch=epoch,
+                version=epoch,
+                trainer_boot=1,
+                address=offer.address,
+                port=offer.port,
+                buckets=offer.buckets,
+                bytes=offer.bytes,
+                digest=offer.digest,
+                checksum=offer.checksum,
+            )
+        )
+        await driver.event(EngineDrained, epoch=epoch)
+        drained = time.perf_counter()
+        started = TransferStarted(
+            epoch=epoch, version=epoch, group="g", fresh=epoch == 1, members=(Rank("engine-0", 1, 1, 1),), world_size=2
+        )
+        driver.publish(started)
+        await asyncio.to_thread(self.sender.send, started, 50.0)
+        loaded = await driver.event(EngineLoaded, epoch=epoch)
+        committed = RefitCommitted(
+            epoch=epoch,
+            version=epoch,
+            step=epoch,
+            engines=(ME,),
+            world_size=2,
+            pause_s=0.0,
+            drain_s=0.0,
+            transfer_s=0.0,
+            bytes=0,
+        )
+        driver.publish(committed)
+        await driver.mode("serving")
+        assert loaded.digest == offer.digest, "it holds what was sent"
+        phases = {phase.name: round(1e3 * phase.seconds, 1) for phase in loaded.phases}
+        return {
+            "offer_ms": round(1e3 * (offered - began), 1),
+            "drain_and_weights_ms": round(1e3 * (drained - offered), 1),
+            "receiver": loaded.receiver,
+            "fallback": loaded.fallback,
+            "phases_ms": phases,
+        }
+
+    async def give_back(self) -> dict[str, Any]:
+        deadline_at = self._begin()
+        self.driver.publish(
+            ReleaseRequested(epoch=self.epoch, step=1, engines=(ME,), drain="finish", deadline_at=deadline_at)
+        )
+        told = await self.driver.event(EngineReleased, epoch=self.epoch)
+        return {"tags": told.tags, "ms": round(1e3 * told.seconds, 1), "call_ms": round(1e3 * told.release_s, 1)}
+
+    async def tokens(self) -> list[int]:
+        """Greedily, behind a fixed prompt."""
+        body = {
+            "input_ids": list(range(3, 19)),
+            "rid": f"rid-{self.epoch:06d}",
+            "sampling_params": {"temperature": 0, "max_new_tokens": 24, "ignore_eos": True},
+        }
+        headers = {"x-sluice-epoch": str(self.epoch), "x-sluice-rids": body["rid"]}
+        async with aiohttp.ClientSession() as http:
+            answer = await http.post(f"{self.driver.url}/generate", json=body, headers=headers)
+            assert answer.status == 200, await answer.text()
+            return (await answer.json())["output_ids"]
+
+
+async def engine(place: Place) -> dict[str, Any]:
+    """Three turns of an engine at the memory."""
+    began = time.perf_counter()
+    async with Driver(place.config, Path(tempfile.mkdtemp(prefix="sluice-memory-run-"))) as driver:
+        await driver.until(lambda: next(iter(driver.find(EngineReady)), None), "EngineReady", timeout=PATIENCE_S)
+        said: dict[str, Any] = {"start_s": round(time.perf_counter() - began, 1)}
+        turns = Turns(place, driver)
+        said["first"] = await turns.load()
+        before, held = await turns.tokens(), place.free()
+        given = again = held
+        for turn in range(3):
+            said["release"] = await turns.give_back()
+            given = place.free()
+            said["refit"] = await turns.load()
+            again = place.free()
+            assert await turns.tokens() == before, f"turn {turn}: other tokens than before the release"
+            wanted = 0 if place.dry else 0.9 * (place.bytes + place.kv)
+            assert given - held >= wanted, (
+                f"turn {turn}: {(given - held) / MIB:.0f} MiB given back, not {wanted / MIB:.0f}"
+            )
+            assert abs(again - held) <= 512 * MIB, f"turn {turn}: {(held - again) / MIB:.0f} MiB more than before"
+        said |= {"held_mib": round((given - again) / MIB), "weights_mib": round(place.bytes / MIB)}
+        said["cache_mib"] = round(place.kv / MIB)
+        turns.sender.close()
+        return said
+
+
+def samples(count: int, vocabulary: int) -> list[Sample]:
+    rng = np.random.default_rng(count)
+    made = []
+    for number in range(count):
+        mask = np.r_[np.zeros(16, np.uint8), np.ones(48, np.uint8)]
+        made.append(
+            Sample(
+                ids=rng.integers(0, vocabulary, 64).astype(np.int32),
+                loss_mask=mask,
+                behaviour=(-rng.uniform(4, 12, 64) * mask).astype(np.float32),
+                advantage=float(rng.normal()),
+                lag=0,
+                group=number // 4,
+                temperature=1.0,
+            )
+        )
+    return made
+
+
+def trainer(place: Place) -> dict[str, Any]:
+    """Two steps with and without trainer.offload=all."""
+    batch = samples(16, (SMALL if place.dry else LARGE)["vocab_size"])
+    exports, free, seconds = {}, {}, {}
+    base = place.free()
+    for offload in ("none", "all"):
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        config = replace(TrainerConfig(device=place.device, lr=1e-4, microbatch_tokens=2048), offload=offload)
+        policy = TorchPolicy(place.path, config, dtype=place.config.model.dtype, seed=1, total_steps=9)
+        for _ in range(2):
+            began = time.perf_counter()
+            policy.train_step(batch)
+            seconds[offload] = round(time.perf_counter() - began, 3)
+        free[offload] = round((base - place.free()) / MIB)
+        exports[offload] = {name: tensor.cpu() for name, tensor in policy.export()}
+        policy.close()
+        del policy
+    differing = [n for n, t in exports["none"].items() if not torch.equal(t, exports["all"][n])]
+    worst = max(float((exports["all"][n] - t).abs().max()) for n, t in exports["none"].items())
+    if place.dry:
+        assert not differing, differing
+    else:
+        assert worst < 1e-3, worst
+        assert free["all"] < 0.2 * free["none"], free
+    return {"held_between_steps_mib": free, "step_s": seconds, "differing": len(differing), "worst": worst}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", help="interpreter that has sglang and torch_memory_saver; default: this one")
+    parser.add_argument("--try", dest="dry", action="store_true")
+    args = parser.parse_args()
+    place, failed = Place(args.dry, args.python), False
+    for name, work in (("engine", lambda: asyncio.run(engine(place))), ("trainer", lambda: trainer(place))):
+        try:
+            said = {"part": name, **work()}
+        except AssertionError as error:
+            said, failed = {"part": name, "failure": str(error)}, True
+        print(json.dumps(msgspec.to_builtins(said)), flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
