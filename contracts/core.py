@@ -98,7 +98,11 @@ Step = tuple[State, Sequence[Any]]
 
 
 class Core(Protocol[State]):
-    """The deciding half of an actor."""
+    """The deciding half of an actor.
+
+    A core that gets many local inputs one by one may have `pace_s`: so far apart at least are the commits of such
+    inputs. A commit costs the same for one input and for many. Events of the log never wait, nor what came before.
+    """
 
     state_type: type[State]
     """A frozen msgspec Struct; snapshots are its msgpack."""

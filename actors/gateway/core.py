@@ -79,6 +79,8 @@ ABORT_SHARE, END_SHARE = 0.7, 0.9
 """Parts of the drain deadline after which calls are aborted and cut off; the rest is for the engines' own proof."""
 GRACE_MAX_S = 5.0
 """Longest a call may take to end after the abort of its request; less where a drain is shorter."""
+PACE_S = 0.005
+"""A turn is two inputs, and hundreds of episodes send theirs one by one: each waits so long at most for others."""
 _replace = msgspec.structs.replace
 
 
@@ -89,6 +91,7 @@ class GatewayCore:
     local_type = Listening | Arrived | Answered | CallFailed | Left
     work: tuple[str, ...] = ()
     watch = ("refit", "fleet", "control")
+    pace_s = PACE_S
 
     def __init__(self, actor: str, gateway: GatewayConfig, refit: RefitConfig) -> None:
         self._actor = actor

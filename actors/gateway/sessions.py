@@ -163,8 +163,6 @@ class Episode:
     ) -> None:
         if prompt[: len(self.ids)] != self.ids:
             raise DataProblem(f"a prompt of {len(prompt)} tokens does not continue the {len(self.ids)} of its episode")
-        if prompt[: len(self.ids)] != self.ids:
-            raise DataProblem(f"a prompt of {len(prompt)} tokens does not continue the {len(self.ids)} of its episode")
         sequence = len(self._ended)
         self.turns.append(Turn(sequence, len(self.ids), len(prompt), len(messages), sample, answer))
         self.ids = prompt + sample.output_ids

@@ -63,6 +63,9 @@ class Runtime:
         self._payloads: dict[str, bytes] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._failure: BaseException | None = None
+        self._pace_s: float = getattr(self.core, "pace_s", 0.0)
+        self._paced_until = 0.0
+        self._urgent = asyncio.Event()
 
     # --- life ---
 
@@ -112,28 +115,30 @@ class Runtime:
         self._wants.set()
         wake = self.core.wake(self.machine.state)
         if not self._inputs:
-            await self._something(None if wake is None else max(0.0, wake - self.clock.now()))
+            await _set_within(self._arrived, None if wake is None else wake - self.clock.now())
+        await self._let_come(wake)
         if self._failure is not None:
             raise self._failure
         inputs = [self._inputs.popleft() for _ in range(min(BATCH, len(self._inputs)))]
         if not self._inputs:
             self._arrived.clear()
+            self._urgent.clear()
         if wake is not None and wake <= self.clock.now():
             inputs.append(Tick())
         if inputs:
             await self._commit(inputs)
 
-    async def _something(self, seconds: float | None) -> None:
-        """Wait until something has arrived, or for so long."""
-        timer = None if seconds is None else self._loop.call_later(seconds, self._arrived.set)
-        try:
-            await self._arrived.wait()
-        finally:
-            if timer is not None:
-                timer.cancel()
+    async def _let_come(self, wake: float | None) -> None:
+        """Let more local inputs come before a commit that follows the last one too soon (`Core.pace_s`)."""
+        left = self._paced_until - self._loop.time()
+        if wake is not None:
+            left = min(left, wake - self.clock.now())
+        if left > 0 and len(self._inputs) < BATCH:
+            await _set_within(self._urgent, left)
 
     async def _commit(self, inputs: list[Any]) -> None:
         """Step through `inputs` and commit the outcome; when leases were lost, step again knowing so."""
+        self._paced_until = self._loop.time() + self._pace_s
         lost_before: set[Ref] = set()
         while True:
             attempt = Attempt(self.machine, inputs)
@@ -225,6 +230,8 @@ class Runtime:
                     continue
                 fresh.append(Delivered(Ref(entry.stream, entry.entry), envelope))
         self.push(fresh)
+        if fresh:
+            self._urgent.set()
 
     def _intake(self) -> dict[str, int]:
         wanted = self.core.intake(self.machine.state)
@@ -262,6 +269,7 @@ class Runtime:
             self._held.add(ref)
             self._queued[item.stream] += 1
             self.push([Delivered(ref, envelope, item.deliveries)])
+            self._urgent.set()
 
     async def _bury(self, item: WorkEntry, reason: str) -> None:
         await self.bus.bury(item.stream, GROUP, item.entry, reason=reason, now=self.clock.now())
@@ -314,3 +322,14 @@ class Runtime:
         if not task.cancelled() and task.exception() is not None and self._failure is None:
             self._failure = task.exception()
             self._arrived.set()
+            self._urgent.set()
+
+
+async def _set_within(event: asyncio.Event, seconds: float | None) -> None:
+    """Wait until `event` is set, or set it after so long; None for never."""
+    timer = None if seconds is None else asyncio.get_running_loop().call_later(max(0.0, seconds), event.set)
+    try:
+        await event.wait()
+    finally:
+        if timer is not None:
+            timer.cancel()

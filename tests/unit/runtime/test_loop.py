@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -72,11 +72,29 @@ class Diary:
         return state.stopping
 
 
+class Said(msgspec.Struct, frozen=True, tag="said"):
+    """An input of the actor's own."""
+
+    line: str
+
+
+class Paced(Diary):
+    """Local inputs are committed a minute apart at least."""
+
+    local_type = Said
+    pace_s = 60.0
+
+    def step(self, state: Story, input: Any, now: float) -> tuple[Story, tuple[Any, ...]]:
+        if isinstance(input, Said):
+            return msgspec.structs.replace(state, lines=(*state.lines, input.line)), ()
+        return super().step(state, input, now)
+
+
 class Shell:
     """Does nothing, but looks at the store before the actor announces its boot."""
 
-    def __init__(self, bus: Bus) -> None:
-        self.core = Diary()
+    def __init__(self, bus: Bus, core: Diary) -> None:
+        self.core: Any = core
         self._bus = bus
         self.cursors: dict[str, str] = {}
         self.booted: list[Any] = []
@@ -112,10 +130,11 @@ class Stage:
         self.hand = await self.bus("hand")
         await self.hand.ensure_group("tasks", GROUP)
 
-    async def actor(self, name: str = ACTOR) -> Runtime:
+    async def actor(self, name: str = ACTOR, core: Diary | None = None) -> Runtime:
         """Start an actor; it runs until the test ends."""
         bus = await self.bus(name)
-        runtime = Runtime(Shell(bus), bus, self.run, name, RunConfig(), "", WallClock(), structlog.get_logger())
+        shell = Shell(bus, core or Diary())
+        runtime = Runtime(shell, bus, self.run, name, RunConfig(), "", WallClock(), structlog.get_logger())
         self._tasks.append(asyncio.create_task(runtime.run()))
         return runtime
 
@@ -224,6 +243,29 @@ async def test_events_stored_before_a_work_entry_are_fed_before_it(stage: Stage)
         assert told.index(f"early {number}") < told.index(f"task early-{number} 1")
     for number in range(40):
         assert told.index(f"news {number}") < told.index(f"task {number} 1")
+
+
+async def test_own_inputs_wait_for_others_but_no_event_waits_for_them(stage: Stage) -> None:
+    runtime = await stage.actor(core=Paced())
+    await until(lambda: lines(runtime))
+    commits = []
+    commit = runtime.bus.commit
+
+    async def counted(data: Any) -> None:
+        commits.append(len(lines(runtime)))
+        await commit(data)
+
+    runtime.bus.commit = counted  # pyright: ignore[reportAttributeAccessIssue]
+    for line in ("a", "b", "c"):
+        runtime.push([Said(line)])
+        await asyncio.sleep(0.01)
+    assert lines(runtime) == ("boot 1",)
+    await stage.put(RunStopping(reason="news"))
+    await until(lambda: "news" in lines(runtime))
+    assert lines(runtime) == ("boot 1", "a", "b", "c", "news")
+    assert commits == [1]
+    runtime.push([Said(str(number)) for number in range(loop.BATCH)])
+    await until(lambda: len(lines(runtime)) == 5 + loop.BATCH)
 
 
 async def test_cursors_protect_what_is_unread_before_the_boot_is_announced(stage: Stage) -> None:
@@ -378,7 +420,7 @@ async def test_a_successor_goes_on_where_the_last_boot_ended_and_fences_it(
 def test_a_snapshot_is_due_by_inputs_or_by_bytes() -> None:
     clock = WallClock()
     identity = machine.Identity("run", ACTOR, 1, "host", 1)
-    made = machine.Machine(Diary(), identity, clock, lambda handle: b"", 0, Story())
+    made = machine.Machine(cast(Any, Diary()), identity, clock, lambda handle: b"", 0, Story())
     mib = b"x" * (1 << 20)
     assert not made.snapshot_due(machine.SNAPSHOT_EVERY - 1, [b"small"])
     assert made.snapshot_due(machine.SNAPSHOT_EVERY, [b"small"])
