@@ -3,10 +3,13 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -34,11 +37,45 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         """`query` [tokens, heads, width], `key` and `value` [tokens, groups, width] -> [tokens, heads * width].
 
-        `packed_seq_params` has `layout`, as `policy` made it for the row.
+        `packed_seq_params` is what `Rotation` made for the row.
         """
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
         attended = attend(self, q, k, v, None, layout=packed_seq_params.layout, scaling=self._scale)[0]
         return attended[0].flatten(1)
+
+
+class Rotation:
+    """Rotates the tokens of a packed row each by its own position, all at once.
+
+    megatron cuts a row into its sequences to do so, in Python, and twice in each layer. It takes a row for one sequence
+    instead, whose angles are laid out beforehand: `positions` int64 [tokens] of the row that comes next.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
+        self.positions: Tensor | None = None
+        for chunk in chunks:
+            for module in chunk.modules():
+                if isinstance(module, RotaryEmbedding):
+                    module.register_forward_hook(self._laid_out)
+
+    def _laid_out(self, module: torch.nn.Module, arguments: Any, angles: Tensor) -> Tensor:
+        """[longest, 1, 1, width] -> [tokens, 1, 1, width]."""
+        assert self.positions is not None
+        return angles[self.positions]
+
+    def packed(self, positions: Tensor, longest: int, rectangles: Any) -> PackedSeqParams:
+        """What a row's forward pass is given. Its bounds are on the CPU, so that reading them waits for nothing."""
+        self.positions = positions
+        bounds = torch.tensor([0, len(positions)], dtype=torch.int32)
+        row = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+        )
+        row.layout = rectangles  # for `PackedAttention`
+        return row
 
 
 class Norm(torch.nn.RMSNorm):

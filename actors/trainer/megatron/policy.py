@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import FileStore
 
 from actors.trainer import checkpoint, hf_files, objective
 from actors.trainer.backend import Job, World
-from actors.trainer.megatron import model, sharded
+from actors.trainer.megatron import installation, layers, model, sharded
 from actors.trainer.megatron.vocabulary import token_statistics
 from actors.trainer.metrics import StepMetrics
 from actors.trainer.packed import layout
@@ -66,6 +66,7 @@ class MegatronPolicy:
         weights = Path(job.weights_dir or job.model_dir)
         dtype = getattr(torch, job.dtype)
         self._built = model.build(weights, config, dtype=dtype, seed=job.seed, gpu=self._gpu)
+        self._rotation = None if installation.transformer_engine() else layers.Rotation(self._built.chunks)
         self._dtype = dtype
         self._vocabulary = hf_files.vocabulary(weights)
         self._last = parallel_state.is_pipeline_last_stage()
@@ -230,17 +231,8 @@ class MegatronPolicy:
 
         def forward(numbered: Iterator[tuple[int, Row]], chunk: Any) -> tuple[Tensor, LogitsLoss]:
             number, row = next(numbered)
-            bounds = objective.on(self.device, row.bounds)
-            packed = PackedSeqParams(
-                qkv_format="thd",
-                cu_seqlens_q=bounds,
-                cu_seqlens_kv=bounds,
-                max_seqlen_q=row.longest,
-                max_seqlen_kv=row.longest,
-            )
-            packed.layout = layout(row.bounds, self.device)
             ids, positions = objective.on(self.device, row.ids)[None], objective.on(self.device, row.positions)[None]
-            return chunk(ids, positions, None, packed_seq_params=packed), loss(number, row)
+            return chunk(ids, positions, None, packed_seq_params=self._packed(row, positions[0])), loss(number, row)
 
         return get_forward_backward_func()(
             forward_step_func=forward,
@@ -250,6 +242,18 @@ class MegatronPolicy:
             seq_length=max(len(row.ids) for row in rows),
             micro_batch_size=1,
             forward_only=forward_only,
+        )
+
+    def _packed(self, row: Row, positions: Tensor) -> PackedSeqParams:
+        if self._rotation is not None:
+            return self._rotation.packed(positions, row.longest, layout(row.bounds, self.device))
+        bounds = objective.on(self.device, row.bounds)
+        return PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=bounds,
+            cu_seqlens_kv=bounds,
+            max_seqlen_q=row.longest,
+            max_seqlen_kv=row.longest,
         )
 
     def _statistics(self, logits: Tensor, row: Row) -> tuple[Tensor, Tensor]:
