@@ -21,6 +21,8 @@ MARK_US = 1.0
 """Longest mark of an event."""
 EVENTS, DOES, WAITS = 1, 100, 200
 """First thread numbers of an actor's tracks."""
+BESIDE_US = 1e6
+"""How much of the time before and after a refit is shown with it."""
 
 
 class Span(msgspec.Struct, frozen=True):
@@ -179,9 +181,23 @@ class Tracer(Spans):
         self.events.append((envelope.actor, at, envelope))
         return at
 
-    def finish(self) -> list[dict[str, Any]]:
-        """The trace events; what is still open ends with the log."""
+    def cut(self, epoch: int) -> None:
+        """Leave only the refit of `epoch`, and what was about it. Raises `LookupError` when there is none."""
+        found = [span for span in self.spans if span.name == f"refit {epoch}"]
+        if not found:
+            epochs = sorted(span.args["epoch"] for span in self.spans if "version" in span.args and "end" in span.args)
+            there = f"{epochs[0]} to {epochs[-1]}" if epochs else "none"
+            raise LookupError(f"no refit {epoch} in the log; epochs there: {there}")
+        begin, end = found[0].start - BESIDE_US, found[-1].end + BESIDE_US
+        self.spans = [span for span in self.spans if span.start <= end and span.end >= begin]
+        self.rollouts = [each for each in self.rollouts if each.start <= end and each.end >= begin]
+        self.events = [event for event in self.events if begin <= event[1] <= end]
+
+    def finish(self, epoch: int | None = None) -> list[dict[str, Any]]:
+        """The trace events, or those about one refit; what is still open ends with the log."""
         self.close()
+        if epoch is not None:
+            self.cut(epoch)
         actors = {actor for actor, _, _ in self.events} | {span.actor for span in self.spans}
         pids = {actor: pid for pid, actor in enumerate(sorted(actors, key=_order), 1)}
         return [
@@ -220,14 +236,14 @@ class Tracer(Spans):
         yield from arrows
 
 
-def chrome(log: Iterable[Envelope[Any]]) -> dict[str, Any]:
-    """The whole trace as one JSON object."""
+def chrome(log: Iterable[Envelope[Any]], epoch: int | None = None) -> dict[str, Any]:
+    """The trace as one JSON object, whole or of one refit. Raises `LookupError` when there is no such refit."""
     tracer = Tracer()
     run = ""
     for envelope in log:
         run = run or envelope.run
         tracer.apply(envelope)
-    return {"traceEvents": tracer.finish(), "displayTimeUnit": "ms", "otherData": {"run": run}}
+    return {"traceEvents": tracer.finish(epoch), "displayTimeUnit": "ms", "otherData": {"run": run}}
 
 
 def _order(actor: str) -> tuple[int, str]:

@@ -158,7 +158,8 @@ def ui(run: str | None, port: int | None, host: str, show: bool) -> None:
 @click.command()
 @click.argument("run", required=False)
 @click.option("-o", "out", type=click.Path(path_type=Path), help="Where to write; default trace.json in the run.")
-def trace(run: str | None, out: Path | None) -> None:
+@click.option("--epoch", type=click.IntRange(min=1), help="Only this refit, and a second before and after it.")
+def trace(run: str | None, out: Path | None, epoch: int | None) -> None:
     """Write a run as a Chrome trace, to be opened at https://ui.perfetto.dev."""
     import msgspec
 
@@ -167,7 +168,10 @@ def trace(run: str | None, out: Path | None) -> None:
 
     directory = recorded(run)
     target = out or directory / "trace.json"
-    made = tracing.chrome(envelope for _, envelope in eventlog.archived(directory))
+    try:
+        made = tracing.chrome((envelope for _, envelope in eventlog.archived(directory)), epoch)
+    except LookupError as error:
+        raise PipelineError(f"--epoch={epoch}: {error}", Exit.USAGE) from error
     with writing(target):
         target.write_bytes(msgspec.json.encode(made))
     click.echo(f"{target}: {len(made['traceEvents'])} trace events")

@@ -187,9 +187,7 @@ class Lane:
 
 
 async def main(args: argparse.Namespace) -> int:
-    sys.setswitchinterval(
-        2e-4
-    )  # trainer and sidecar, elsewhere two processes, must not hold each other up
+    sys.setswitchinterval(2e-4)  # trainer and sidecar, elsewhere two processes, must not hold each other up
     lane = Lane(args)
     await lane.attempt("wire", lane.wire)
     await lane.attempt("digest", lane.digest)

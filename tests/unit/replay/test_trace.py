@@ -140,3 +140,24 @@ def test_a_load_has_its_phases_within_it_and_one_of_an_old_log_has_none():
         ("digest", 1_900_000, 2_000_000),
     ]
     assert spans.spans[1].args == {"digest": "d", "receiver": "direct"}
+
+
+def test_the_timeline_of_one_refit_holds_what_was_about_it_and_no_more(scene: Scene):
+    log = [decode(entry.stream, entry.data) for entry in scene.world.store.log]
+    whole, cut = (trace.chrome(log, epoch) for epoch in (None, 2))
+    (refit,) = [event for event in of(cut, "X") if event["name"] == "refit 2"]
+    begin, end = refit["ts"] - trace.BESIDE_US, refit["ts"] + refit["dur"] + trace.BESIDE_US
+    assert all(event["ts"] <= end and event["ts"] + event["dur"] >= begin for event in of(cut, "X"))
+    about = [event for event in of(whole, "X") if event["ts"] <= end and event["ts"] + event["dur"] >= begin]
+    assert Counter(event["name"] for event in of(cut, "X")) == Counter(event["name"] for event in about)
+    assert len(of(cut, "b")) == len(of(cut, "e")) < len(of(whole, "b"))
+    assert len(of(cut, "s")) == len(of(cut, "f")) < len(of(whole, "s"))
+
+
+def test_a_refit_that_is_not_in_the_log_is_refused_with_those_that_are(run: RunDir, tmp_path: Path):
+    result = CliRunner().invoke(cli.main, ["trace", str(run.path), "-o", str(tmp_path / "t.json"), "--epoch", "9999"])
+    assert result.exit_code == 2
+    assert "no refit 9999 in the log; epochs there: 1 to " in result.output
+    assert trace.chrome(()) == {"traceEvents": [], "displayTimeUnit": "ms", "otherData": {"run": ""}}
+    with pytest.raises(LookupError, match="epochs there: none"):
+        trace.chrome((), 1)
