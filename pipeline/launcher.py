@@ -105,7 +105,7 @@ class Session:
             with self._aside(), self._reporter:
                 cluster.start()
                 verdict = asyncio.run(self._drive(broker, cluster, last))
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit):  # Ray turns SIGTERM into the latter while it starts
             verdict = Verdict(Exit.INTERRUPTED, "interrupted", "interrupted before the run began")
         except BusError as error:
             verdict = Verdict(Exit.BROKER, "broker failed", f"the store: {error}")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -18,7 +21,7 @@ from story import Story, trained  # pyright: ignore[reportMissingImports] - pyte
 
 from contracts import events
 from contracts.core import Fatal
-from pipeline import cli, single
+from pipeline import cli, launcher, single
 from pipeline.errors import Exit
 from pipeline.rundir import RunDir
 
@@ -380,6 +383,34 @@ def test_an_actor_without_its_store_or_of_unknown_name_is_refused(
 
         monkeypatch.setattr("pipeline.runtime.run_actor", fail)
         assert call("actor", "x", "--run", str(run.path)).exit_code == code
+
+
+@pytest.mark.parametrize("by_ray", [False, True])
+def test_a_signal_while_processes_start_ends_the_run_in_order(
+    by_ray: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    class Starting:
+        def __init__(self, *_: object) -> None:
+            self.prepare = self.stop = lambda: calls.append("called")
+
+        def start(self) -> None:
+            if by_ray:
+                raise SystemExit(signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+            threading.Event().wait(60)
+
+    broker = SimpleNamespace(url="unix:///nowhere", describe=lambda: "none", stop=lambda: calls.append("stopped"))
+    monkeypatch.setattr(launcher, "Cluster", Starting)
+    monkeypatch.setattr(launcher, "choose", lambda *_: broker)
+    before = signal.getsignal(signal.SIGTERM)
+    result = call("up", "quickstart", f"run_dir={tmp_path / 'run'}")
+    assert result.exit_code == Exit.INTERRUPTED, result.output
+    assert f"pipeline up --resume {tmp_path / 'run'}" in result.output
+    assert calls == ["called", "called", "stopped"]
+    assert RunDir.open(tmp_path / "run").info().ended == "interrupted"
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_an_interrupted_command_has_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
