@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -114,7 +115,7 @@ class Track:
             return self._whole.input(record)
         if type(found) is not _Slim:
             return found
-        envelope = self._log.by_position.get(number(found.ref.entry))
+        envelope = self._log.by_position.get(int(found.ref.entry[:-2]))
         if envelope is None:
             return self._whole.input(record)
         return Delivered(found.ref, envelope, found.deliveries)
@@ -129,9 +130,10 @@ class Track:
     def steps(self, start: int = 0, state: Any = None) -> Iterator[tuple[Record, Any, Any, Sequence[Any]]]:
         """(record, its input, the state after it, the commands) of each step after number `start`, from `state`."""
         state = self.core.initial() if state is None else state
+        read, only = self.input, self.core if len(self.eras) == 1 else None
         for record in self.records[start:]:
-            found = self.input(record)
-            state, commands = self.core_of(record.seq).step(state, found, record.now)
+            found = read(record)
+            state, commands = (only or self.core_of(record.seq)).step(state, found, record.now)
             yield record, found, state, commands
 
     def count_at(self, place: Place) -> int:
@@ -155,9 +157,9 @@ class Track:
 
     def state_at(self, place: Place) -> Any:
         """The core's state at `place`."""
-        count, state = self.count_at(place), self.core.initial()
-        for record, found in ((record, self.input(record)) for record in self.records[:count]):
-            state = self.core_of(record.seq).step(state, found, record.now)[0]
+        state = self.core.initial()
+        for _, _, after, _ in islice(self.steps(), self.count_at(place)):
+            state = after
         return state
 
 

@@ -28,7 +28,7 @@ export class Timeline {
     this.length = 0;
     this.following = true;
     this.lanes = [];
-    this.hits = [];
+    this.hits = null;
     this.hover = null;
     this.chosen = null;
     this.asked = null;
@@ -61,6 +61,8 @@ export class Timeline {
       h("div", { class: "stage" }, this.scroller, this.tip),
     );
     this.fetch = debounced(() => this.load(), 90);
+    // While the view moves, the page is not laid out anew for this text with every frame.
+    this.say = debounced(() => this.data && fill(this.range, `${offset(this.begin)} – ${offset(this.end)} (${seconds(this.end - this.begin)}), ${this.data.events.toLocaleString("en")} events`), 60);
     this.listen();
   }
 
@@ -259,13 +261,12 @@ export class Timeline {
       this.canvas.style.width = `${wide}px`;
       this.canvas.style.height = `${tall}px`;
     }
-    this.edge = Math.max(wide, GUTTER + 1);
-    this.scale = (this.edge - GUTTER) / (this.end - this.begin);
+    this.measure(wide);
     const c = this.canvas.getContext("2d");
     c.setTransform(ratio, 0, 0, ratio, 0, 0);
     c.clearRect(0, 0, wide, tall);
     const ink = this.ink || this.mix();
-    this.hits = [];
+    this.hits = null;
     const down = this.scroller.scrollTop;
     c.save();
     c.beginPath();
@@ -288,7 +289,12 @@ export class Timeline {
       c.fillStyle = ink.select;
       c.fillRect(Math.min(this.drag.x, this.drag.to), RULER, Math.abs(this.drag.to - this.drag.x), tall);
     }
-    fill(this.range, `${offset(this.begin)} – ${offset(this.end)} (${seconds(this.end - this.begin)}), ${this.data.events.toLocaleString("en")} events`);
+    this.say();
+  }
+
+  measure(wide) {
+    this.edge = Math.max(wide, GUTTER + 1);
+    this.scale = (this.edge - GUTTER) / (this.end - this.begin);
   }
 
   // Colours are looked up once for a scheme, not for each of thousands of spans.
@@ -358,32 +364,40 @@ export class Timeline {
   lane(c, lane, ink) {
     if (lane.levels) this.levels(c, lane);
     if (lane.bins) this.binned(c, lane);
-    lane.spans.forEach((span, n) => this.span(c, lane, span, lane.y + lane.places[n] * lane.each, ink));
-    lane.open.forEach((open, n) => {
-      const place = lane.places[lane.spans.length + n] || 0;
-      this.span(c, lane, [open[2], Math.max(this.length, open[2]), open[3], -1, `${open[4]} (under way)`], lane.y + place * lane.each, ink, true);
-    });
+    const labels = [];
+    c.globalAlpha = lane.track === "rollouts" ? 0.75 : 1;
+    this.bars(c, lane, lane.spans, 0, labels);
+    if (lane.open.length) {
+      c.globalAlpha = 0.55;
+      this.bars(c, lane, this.underWay(lane), lane.spans.length, labels);
+    }
+    c.globalAlpha = 1;
+    c.fillStyle = ink["on-span"];
+    for (const [text, x, y] of labels) c.fillText(text, x, y);
   }
 
-  span(c, lane, span, y, ink, open) {
-    const [start, end, kind, row, name] = span;
-    if (end < this.begin || start > this.end) return;
-    const left = Math.max(this.x(start), GUTTER - 2);
-    const right = Math.min(this.x(end), this.edge + 2);
-    const width = Math.max(right - left, 1);
+  underWay(lane) {
+    return lane.open.map((open) => [open[2], Math.max(this.length, open[2]), open[3], -1, `${open[4]} (under way)`]);
+  }
+
+  // Spans of a lane, whose places begin with number `first`; their names go to `labels`, to be written when all are drawn.
+  bars(c, lane, spans, first, labels) {
     const tall = Math.max(lane.each - 1, 2);
-    c.fillStyle = this.palette[kind];
-    c.globalAlpha = open ? 0.55 : lane.track === "rollouts" ? 0.75 : 1;
-    c.fillRect(left, y, width, tall);
-    c.globalAlpha = 1;
-    if (width > 44 && tall >= 10) {
-      const text = fitting(name, Math.floor((width - 6) / LETTER));
-      c.fillStyle = ink["on-span"];
-      if (text) c.fillText(text, left + 4, y + tall / 2 + 3.5);
+    let colour = -1;
+    for (let n = 0; n < spans.length; n++) {
+      const span = spans[n];
+      if (span[1] < this.begin || span[0] > this.end) continue;
+      const left = Math.max(this.x(span[0]), GUTTER - 2);
+      const width = Math.max(Math.min(this.x(span[1]), this.edge + 2) - left, 1);
+      const y = lane.y + (lane.places[first + n] || 0) * lane.each;
+      if (span[2] !== colour) c.fillStyle = this.palette[(colour = span[2])];
+      c.fillRect(left, y, width, tall);
+      if (width > 44 && tall >= 10) {
+        const text = fitting(span[4], Math.floor((width - 6) / LETTER));
+        if (text) labels.push([text, left + 4, y + tall / 2 + 3.5]);
+      }
+      if (span[3] >= 0 && span[3] === this.chosen) this.frame(c, left, y, width, tall);
     }
-    const hit = { left, right: Math.max(right, left + 3), top: y, bottom: y + tall, row, tell: () => [`${lane.actor}: ${name}`, `${seconds(end - start)} from ${offset(start)}`] };
-    this.hits.push(hit);
-    if (row >= 0 && row === this.chosen) this.frame(c, left, y, width, tall);
   }
 
   frame(c, left, top, width, tall) {
@@ -415,12 +429,6 @@ export class Timeline {
         for (const [bin, top, tall] of rects) inner.fillRect(bin, top, 1, tall);
       }
     });
-    this.across(lane.y, lane.y + lane.tall, (bin) => {
-      const found = lane.bins.filter((each) => each[0] === bin);
-      if (!found.length) return null;
-      const parts = found.map(([, kind, number]) => `${number} × ${this.data.kinds[kind]}`);
-      return [`${lane.actor}: ${parts.join(", ")}`, "zoom in to see them"];
-    });
   }
 
   binAt(x) {
@@ -441,19 +449,20 @@ export class Timeline {
         if (level) inner.fillRect(bin, lane.tall - 2 - tall, 1, tall);
       });
     });
-    this.across(lane.y, lane.y + lane.tall, (bin) => (lane.levels[bin] ? [`${lane.actor}: ${lane.levels[bin]} rollouts under way`, `at most ${most} in this window`] : null));
   }
 
   marks(c, name, ink) {
     const y = this.marksAt.get(name);
     if (this.data.marks) {
+      c.fillStyle = ink.mark;
       for (const mark of this.marked.get(name) || []) {
         const x = this.x(mark[1]);
         if (x < GUTTER - 3 || x > this.edge + 3) continue;
-        c.fillStyle = mark[0] === this.chosen ? ink.text : ink.mark;
+        const chosen = mark[0] === this.chosen;
+        if (chosen) c.fillStyle = ink.text;
         c.fillRect(x - 1, y + 1, 2, MARKS_HEIGHT - 3);
+        if (chosen) c.fillStyle = ink.mark;
         if (mark[0] === this.chosen) this.frame(c, x - 2, y, 4, MARKS_HEIGHT - 2);
-        this.hits.push({ left: x - 3, right: x + 3, top: y, bottom: y + MARKS_HEIGHT, row: mark[0], tell: () => [`${name}: ${mark[3]}`, `at ${offset(mark[1])}`] });
       }
       return;
     }
@@ -468,7 +477,6 @@ export class Timeline {
         if (n) inner.fillRect(bin, 1, 1, MARKS_HEIGHT - 3);
       });
     });
-    this.across(y, y + MARKS_HEIGHT, (bin) => (counts[bin] ? [`${name}: ${counts[bin]} events`, "zoom in to see them"] : null));
   }
 
   paintArrows(c, down, tall) {
@@ -504,9 +512,56 @@ export class Timeline {
 
   // --- hands ---
 
+  // What can be pointed at is gathered when somebody points, not with every frame.
+  gather() {
+    this.hits = [];
+    this.measure(this.scroller.clientWidth);
+    const [down, tall] = [this.scroller.scrollTop, this.scroller.clientHeight];
+    for (const row of this.rows || []) {
+      if (row.bottom < down + RULER - 4 || row.top > down + tall) continue;
+      for (const lane of row.lanes) this.lanePlaces(lane);
+      this.markPlaces(row.name);
+    }
+  }
+
+  lanePlaces(lane) {
+    const [top, bottom] = [lane.y, lane.y + lane.tall];
+    if (lane.levels) {
+      const most = Math.max(...lane.levels, 1);
+      this.across(top, bottom, (bin) => (lane.levels[bin] ? [`${lane.actor}: ${lane.levels[bin]} rollouts under way`, `at most ${most} in this window`] : null));
+    }
+    if (lane.bins) {
+      this.across(top, bottom, (bin) => {
+        const found = lane.bins.filter((each) => each[0] === bin);
+        if (!found.length) return null;
+        const parts = found.map(([, kind, number]) => `${number} × ${this.data.kinds[kind]}`);
+        return [`${lane.actor}: ${parts.join(", ")}`, "zoom in to see them"];
+      });
+    }
+    [...lane.spans, ...this.underWay(lane)].forEach(([start, end, , row, name], n) => {
+      if (end < this.begin || start > this.end) return;
+      const left = Math.max(this.x(start), GUTTER - 2);
+      const right = Math.max(Math.min(this.x(end), this.edge + 2), left + 3);
+      const y = lane.y + (lane.places[n] || 0) * lane.each;
+      this.hits.push({ left, right, top: y, bottom: y + Math.max(lane.each - 1, 2), row, tell: () => [`${lane.actor}: ${name}`, `${seconds(end - start)} from ${offset(start)}`] });
+    });
+  }
+
+  markPlaces(name) {
+    const y = this.marksAt.get(name);
+    const counts = this.data.marks ? null : this.data.density[name];
+    if (counts) this.across(y, y + MARKS_HEIGHT, (bin) => (counts[bin] ? [`${name}: ${counts[bin]} events`, "zoom in to see them"] : null));
+    for (const [row, at, , kind] of this.marked.get(name) || []) {
+      const x = this.x(at);
+      if (x < GUTTER - 3 || x > this.edge + 3) continue;
+      this.hits.push({ left: x - 3, right: x + 3, top: y, bottom: y + MARKS_HEIGHT, row, tell: () => [`${name}: ${kind}`, `at ${offset(at)}`] });
+    }
+  }
+
   at(event) {
     const [x, y] = [event.offsetX, event.offsetY + this.scroller.scrollTop];
-    if (event.offsetY < RULER || x < GUTTER) return null;
+    if (event.offsetY < RULER || x < GUTTER || !this.data) return null;
+    if (!this.hits) this.gather();
     for (let n = this.hits.length - 1; n >= 0; n--) {
       const hit = this.hits[n];
       if (x >= hit.left && x <= hit.right && y >= hit.top && y <= hit.bottom) return hit;
@@ -557,8 +612,9 @@ export class Timeline {
 
   point(event) {
     const hit = this.at(event);
-    if (hit !== this.hover) {
-      this.hover = hit;
+    const there = hit ? `${hit.row} ${hit.left} ${hit.top}` : "";
+    if (there !== (this.hover ? this.hover.there : "")) {
+      this.hover = hit && { ...hit, there };
       if (this.data && this.data.arrows) this.draw();
     }
     this.canvas.style.cursor = hit && hit.row >= 0 ? "pointer" : "default";
