@@ -77,9 +77,6 @@ class Group(msgspec.Struct, frozen=True):
     def settled(self) -> bool:
         return len(self.samples) + len(self.failed) >= self.size
 
-    def valid(self) -> list[Sample]:
-        return [sample for sample in self.samples if sample.valid]
-
     def lag(self, step: int) -> int:
         """Staleness when trained from `step`: that of the worst valid sample."""
         return lag_of(self.oldest, step)

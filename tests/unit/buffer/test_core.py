@@ -22,6 +22,7 @@ from contracts.events import (
     Provenance,
     RunStarted,
     RunStopping,
+    TaskIssued,
     WaitEnded,
     WaitStarted,
 )
@@ -387,6 +388,14 @@ def test_a_run_that_starts_from_a_later_step_counts_from_there() -> None:
 
 def evaluating(**settings: Any) -> Buffer:
     return started(evals=EvalConfig(every=1, groups=2, samples=2), **settings)
+
+
+def test_a_held_out_task_is_owed_to_no_batch() -> None:
+    buffer = evaluating()
+    before = buffer.state
+    task = TaskIssued(task="e", index=-1, samples=2, payload=b"{}", producer="p", seed=0, split="eval")
+    assert buffer.event(task) == []
+    assert buffer.state == before
 
 
 def test_an_evaluation_is_the_mean_over_its_settled_samples_labelled_by_the_oldest_version() -> None:

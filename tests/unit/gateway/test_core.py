@@ -697,3 +697,17 @@ def test_state_and_inputs_survive_the_journal(serving: Driver):
     assert msgspec.msgpack.decode(data, type=State) == serving.state
     for input in (done(1), CallFailed(1, "infra", "x"), Arrived(1, 2, "s", 3.0), Left(1), Listening("u")):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(input), type=GatewayCore.local_type) == input
+
+
+def test_a_deadline_ends_the_requests_that_it_is_of(fresh: Driver) -> None:
+    fresh.arrive(1, deadline_at=110.0)
+    fresh.arrive(2, deadline_at=200.0)
+    assert only(fresh.at(110.0), Refuse).request == 1
+    assert fresh.state.requests.keys() == {2}
+
+
+def test_what_becomes_of_the_call_of_a_caller_that_left_is_told_nobody(serving: Driver) -> None:
+    call = only(serving.arrive(1), Call).call
+    serving.feed(Left(1))
+    assert serving.feed(CallFailed(call, "data", "no tokens")) == []
+    assert not serving.state.calls
