@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,7 +25,7 @@ import torch
 from contracts.events import RefitCommitted, TransferStarted
 from pipeline.eventlog import archived
 from pipeline.rundir import RunDir
-from tests.lanes.gpu.run_up import carried_out
+from tests.lanes.gpu.run_up import ROOT, carried_out
 from tests.lanes.gpu.wire import measure
 
 SIZES = (1, 2, 4)
@@ -62,8 +64,17 @@ def up(engines: int, args: argparse.Namespace, work: Path) -> dict[str, Any]:
     if done.status != 0:
         return {"failures": [f"pipeline up: {done.status}: {log.read_text()[-2000:]}"]}
     said = judged(run, engines)
+    said["trace"] = traced(run, engines, said["commits"])
     said["failures"] += done.unverified
     return {**said, "verify_rc": done.verify_rc, "seconds": round(done.seconds, 1)}
+
+
+def traced(run: Path, engines: int, epoch: int) -> str:
+    """The timeline of the run's last refit, in $OUT."""
+    path = Path(os.environ.get("OUT", str(run.parent))) / f"refit-{engines}-engines.json"
+    command = [sys.executable, "-m", "pipeline", "trace", str(run), "--epoch", str(epoch), "-o", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    return str(path) if done.returncode == 0 else done.stderr[-500:]
 
 
 def judged(run: Path, engines: int) -> dict[str, Any]:
