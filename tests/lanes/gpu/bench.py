@@ -38,7 +38,7 @@ PROMPT = list(range(3, 19))
 FLAGS = (
     *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
     *("--mem-fraction-static", "0.4", "--context-length", "2048", "--cuda-graph-max-bs", "2"),
-    *("--disable-piecewise-cuda-graph", "--base-gpu-id", "1"),
+    "--disable-piecewise-cuda-graph",
 )
 PATIENCE_S = 300.0
 
@@ -49,7 +49,8 @@ class Shape:
     def __init__(self, tiny: bool, device: str) -> None:
         on_gpu = device == "cuda"
         self.device = device
-        self.devices = ("cuda:0", "cuda:1") if on_gpu else ("cpu", "cpu")
+        self.gpus = torch.cuda.device_count() if on_gpu else 0
+        self.devices = ("cuda:0", f"cuda:{min(self.gpus, 2) - 1}") if on_gpu else ("cpu", "cpu")
         self.dtype = torch.bfloat16 if on_gpu else torch.float32
         self.tolerance = 0.2 if on_gpu else 1e-3
         """Of a log-probability; in bfloat16 logits of 4 to 8 come in steps of 1/32."""
@@ -106,7 +107,7 @@ def run_config(shape: Shape, python: str | None) -> RunConfig:
             kind="sglang",
             python=python,
             device="cuda:1" if on_gpu else "cpu",
-            args=FLAGS if on_gpu else (),
+            args=(*FLAGS, "--base-gpu-id", shape.devices[1].removeprefix("cuda:")) if on_gpu else (),
             max_running=8,
             max_total_tokens=65536 if on_gpu else 4096,
             lease_s=30.0,
@@ -162,8 +163,8 @@ class Bench:
         driver = self.driver
         weights = self.shape.weights(epoch, self.device)
         if self.shape.device == "cuda":
-            torch.cuda.synchronize(0)
-            torch.cuda.synchronize(1)
+            for device in set(self.shape.devices):
+                torch.cuda.synchronize(device)
         began = time.perf_counter()
         offer = await asyncio.to_thread(self.sender.offer, weights.items())
         offered = time.perf_counter()

@@ -1,6 +1,7 @@
 """Refits of a real SGLang server through the product's own sidecar and senders; prints JSON lines.
 
-    python -m tests.lanes.gpu.refit --python ENV/bin/python      # two GPUs: NCCL from the one to the other, IPC on one
+    python -m tests.lanes.gpu.refit --python ENV/bin/python      # two GPUs: NCCL from the one to the other, IPC on one;
+                                                                 # one GPU: IPC alone
     python -m tests.lanes.gpu.refit --device cpu --tiny --python .venv-sglang/bin/python    # the script itself: gloo
 
 The model is a random Qwen2 of 1.54 B parameters (3.09 GB in bfloat16). One server serves every case: each receiver over
@@ -22,6 +23,8 @@ import time
 import traceback
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 from actors.engine.inside import mix64
 from actors.refit.transports.choice import settings
@@ -55,6 +58,8 @@ def cases(args: argparse.Namespace) -> list[Case]:
     found = [Case(receiver, transport, None) for receiver in ("direct", "sglang") for transport in (over, "ipc")]
     found += [Case("direct", over, size) for size in sizes]
     found += [Case("sglang", transport, size) for transport in (over, "ipc") for size in sizes]
+    alone = args.device == "cuda" and torch.cuda.device_count() < 2
+    found = [case for case in found if case.transport == "ipc" or not alone]
     return [case for case in found if args.only in "-".join(map(str, case))]
 
 
@@ -189,12 +194,13 @@ class Lane:
 async def main(args: argparse.Namespace) -> int:
     sys.setswitchinterval(2e-4)  # trainer and sidecar, elsewhere two processes, must not hold each other up
     lane = Lane(args)
-    await lane.attempt("wire", lane.wire)
+    if lane.shape.gpus != 1:
+        await lane.attempt("wire", lane.wire)
     await lane.attempt("digest", lane.digest)
     first, rest = cases(args)[:4], cases(args)[4:]
     for case in first:
         await lane.attempt("-".join(map(str, case)), lambda case=case: lane.refits(case))
-    for number, name in () if args.no_faults else ((9, "SIGKILL"), (19, "SIGSTOP")):
+    for number, name in () if args.no_faults or lane.shape.gpus == 1 else ((9, "SIGKILL"), (19, "SIGSTOP")):
         await lane.attempt(f"fault-{name}", lambda number=number, name=name: lane.fault(number, name), 300.0)
     for case in rest:
         await lane.attempt("-".join(map(str, case)), lambda case=case: lane.refits(case))

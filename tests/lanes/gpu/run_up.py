@@ -93,6 +93,14 @@ VARIANTS = (
             "trainer.offload=optimizer",
         ),
     ),
+    Variant(
+        "ipc-megatron",
+        1,
+        10,
+        120.0,
+        own=True,
+        settings=("engine.gpus=[0]", "refit.transport=ipc", "trainer.backend=megatron"),
+    ),
     Variant("megatron", 2, 20, 150.0, settings=("trainer.backend=megatron",)),
     Variant(
         "fsdp",
