@@ -17,7 +17,7 @@ from actors.refit import core as refit_core
 from actors.source import core as source
 from actors.trainer import state as trainer
 from config.schema import BufferConfig, EngineConfig, RefitConfig, RunConfig
-from contracts.core import Emit
+from contracts.core import Delivered, Emit
 from contracts.events import DataLost, EngineDead, RefitCommitted, RefitRequested, WaitStarted
 from pipeline.bus import WorkEntry
 from pipeline.simulate.shells import RefitSim
@@ -177,7 +177,7 @@ def step_hangs(scene: Scene) -> None:
 
 def trainer_waits_for_its_own_refit(scene: Scene) -> None:
     core: Any = scene["trainer"].core
-    go_on, deliver = core._next, core._deliver
+    go_on, deliver = core._next, core._inputs[Delivered]
 
     def goes_on(state: trainer.State, now: float) -> Any:
         if state.step < 5:
@@ -190,7 +190,7 @@ def trainer_waits_for_its_own_refit(scene: Scene) -> None:
             return state, ()
         return deliver(state, input, now)
 
-    core._next, core._deliver = goes_on, delivers
+    core._next, core._inputs = goes_on, {**core._inputs, Delivered: delivers}
 
 
 # --- refit -----------------------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ def engine_dies_in_transfer(scene: Scene) -> None:
     actor = scene["engine-1"]
     shell, refit = actor.shell, scene["refit"]
     shell.killed = lambda actor: None  # type: ignore[method-assign]
-    refit.core.__dict__["_engine_dead"] = lambda turn, event: None
+    refit.core._events = {**refit.core._events, EngineDead: lambda turn, event, envelope: None}
 
     def dies(command: engine.Receive) -> bool:
         if command.epoch < 4:
@@ -249,14 +249,12 @@ def probe_blocked_by_broadcast(scene: Scene) -> None:
 
 def commit_is_lost(scene: Scene) -> None:
     core: Any = scene["gateway-0"].core
-    consume = core._event
+    commit = core._events[RefitCommitted]
 
-    def event(state: Any, event: Any, now: float) -> Any:
-        if isinstance(event, RefitCommitted) and event.epoch >= 4:
-            return state, []
-        return consume(state, event, now)
+    def committed(state: Any, event: RefitCommitted, now: float) -> Any:
+        return (state, []) if event.epoch >= 4 else commit(state, event, now)
 
-    core._event = event
+    core._events = {**core._events, RefitCommitted: committed}
 
 
 def gateway_is_gone(scene: Scene) -> None:

@@ -50,5 +50,6 @@ def test_the_gallery_shows_every_cause_that_a_simulation_can_have():
         "actor_silent",
         "gate_not_closed",
         "trainer_not_offering",
+        "engine_retired",
     }
     assert shown | elsewhere == set(CAUSES)
