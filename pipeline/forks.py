@@ -139,8 +139,9 @@ class Server:
 def main(address: str) -> None:
     """Serve forks at a Unix socket until stdin closes; returns in every fork, to be run, as well as at the end."""
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(address)
+        listener.bind(f"{address}.new")
         listener.listen(64)  # who comes before the imports are done waits
+        Path(f"{address}.new").rename(address)  # whoever sees the address is not refused
         _import(EARLY)
         fork = Server().serve(listener)
     if fork is not None:
