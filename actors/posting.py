@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import lru_cache
+from typing import cast
 from urllib.parse import quote, urlsplit
 
 import httptools
@@ -149,8 +150,7 @@ class _Connection(asyncio.Protocol):
     # --- asyncio.Protocol ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's, which Ray takes where it is installed, is none
 
     def data_received(self, data: bytes) -> None:
         if self._reply is None:
