@@ -83,7 +83,7 @@ VARIANTS = (
         "ipc-release",
         1,
         8,
-        150.0,
+        240.0,
         own=True,
         settings=(
             "engine.gpus=[0]",
