@@ -11,7 +11,6 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from http import HTTPStatus
-from typing import cast
 from urllib.parse import unquote
 
 import httptools
@@ -194,7 +193,8 @@ class _Connection(asyncio.Protocol):
     # --- asyncio.Protocol ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's, which Ray takes where it is installed, is none
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
         self._server.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator, Mapping
 from functools import lru_cache
-from typing import cast
 from urllib.parse import quote, urlsplit
 
 import httptools
@@ -150,7 +149,8 @@ class _Connection(asyncio.Protocol):
     # --- asyncio.Protocol ---
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)  # uvloop's, which Ray takes where it is installed, is none
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
 
     def data_received(self, data: bytes) -> None:
         if self._reply is None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import socket
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
-from actors import answering, network, posting
+from actors import network
 from actors.network import address_of
 
 
@@ -32,22 +30,3 @@ def test_without_a_way_out_the_host_name_is_asked(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(socket, "gethostbyname", lambda name: f"address of {name}")
     monkeypatch.setattr(socket, "gethostname", lambda: "me")
     assert address_of("auto") == "address of me"
-
-
-class Foreign:
-    """A transport as uvloop hands out: no subclass of asyncio's."""
-
-    def __init__(self) -> None:
-        self.sent = b""
-
-    def write(self, data: bytes) -> None:
-        self.sent += data
-
-
-async def test_transports_of_another_event_loop_are_taken() -> None:
-    asking, served = posting._Connection({}), answering._Connection(cast(Any, SimpleNamespace(connections=set())))
-    for connection, say in ((asking, asking.ask), (served, served.send)):
-        foreign = Foreign()
-        connection.connection_made(cast(Any, foreign))
-        say(b"said")
-        assert foreign.sent == b"said"
