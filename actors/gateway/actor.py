@@ -7,9 +7,9 @@ import contextlib
 import itertools
 from typing import Any
 
+import aiohttp
 import msgspec
 
-from actors import posting
 from actors.gateway.client import (
     PROBLEMS,
     DeadlineProblem,
@@ -37,7 +37,6 @@ from actors.gateway.state import (
 )
 from actors.gateway.tokens import ModelFilesError, Tokens
 from actors.gateway.upstream import AnswerError, Arriving, Draft, Job, absorb, body, rids, size_limit
-from actors.posting import Poster, TooLong
 from config.schema import RunConfig
 from contracts.core import Context, Fatal
 
@@ -116,12 +115,17 @@ class GatewayShell:
         self._early: list[Arrived | Left] | None = []
         """What callers did before `Announce`, None since."""
         self._server: Server | None = None
-        self._engines = Poster(CONNECT_S)
+        self._engines: aiohttp.ClientSession | None = None
 
     async def start(self, context: Context) -> None:
         """Load the tokenizer and listen; callers wait until `Announce`. Raises `Fatal`."""
         self._context = context
         self._tokens = await asyncio.to_thread(self._load_tokens)
+        self._engines = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
+        )
         longest = min(self._tokens.context, self._config.engine.max_total_tokens)
         serving = Serving(self._tokens, longest, self._config.gateway, context.clock, self._submit)
         self._server = Server(serving, self._status)
@@ -156,7 +160,8 @@ class GatewayShell:
             await self._server.close()
         for flight in self._flights.values():
             flight.cut()
-        self._engines.close()
+        if self._engines is not None:
+            await self._engines.close()
 
     def _load_tokens(self) -> Tokens:
         from actors import models
@@ -237,22 +242,27 @@ class GatewayShell:
             flight.over.set_result(None)
 
     async def _post(self, flight: Flight, entry: Entry) -> Answered | CallFailed:
+        assert self._engines is not None
         call = flight.call
-        headers = {"x-sluice-epoch": str(call.epoch), "x-sluice-rids": ",".join(rids(call))}
+        headers = {
+            "content-type": "application/json",
+            "x-sluice-epoch": str(call.epoch),
+            "x-sluice-rids": ",".join(rids(call)),
+        }
         asked = body(entry.job, entry.drafts, call, stream=entry.live is not None)
         try:
-            async with self._engines.post(call.url, "/generate", asked, headers) as reply:
-                boot = reply.headers.get("x-sluice-boot")
-                stranger = reply.status == 200 and boot != str(call.boot)
-                if entry.live is not None and reply.content_type == STREAM and not stranger:
-                    return await self._follow(flight, entry, entry.live, reply)
-                data = await reply.whole(size_limit(entry.job, len(call.samples)))
-        except OSError as error:
+            async with self._engines.post(f"{call.url}/generate", data=asked, headers=headers) as response:
+                boot = response.headers.get("x-sluice-boot")
+                stranger = response.status == 200 and boot != str(call.boot)
+                if entry.live is not None and response.content_type == STREAM and not stranger:
+                    return await self._follow(flight, entry, entry.live, response)
+                data = await _read(response, size_limit(entry.job, len(call.samples)))
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
             return flight.ended(f"{type(error).__name__}: {error}")
-        except (AnswerError, TooLong) as error:
+        except AnswerError as error:
             return flight.ended(str(error))
-        if reply.status != 200:
-            return _failure(call, reply.status, data)
+        if response.status != 200:
+            return _failure(call, response.status, data)
         if stranger:
             return CallFailed(call.call, "infra", f"boot {boot} answered, boot {call.boot} is committed")
         try:
@@ -261,10 +271,12 @@ class GatewayShell:
         except AnswerError as error:
             return CallFailed(call.call, "infra", str(error))
 
-    async def _follow(self, flight: Flight, entry: Entry, live: Live, reply: posting.Reply) -> Answered | CallFailed:
+    async def _follow(
+        self, flight: Flight, entry: Entry, live: Live, response: aiohttp.ClientResponse
+    ) -> Answered | CallFailed:
         """Pass on what an engine streams. Raises `AnswerError`, as what reading raises."""
         flight.arriving = Arriving(entry.job, entry.drafts, flight.call, self._tokens.vocabulary, self._outlives)
-        async for chunk in reply.chunks():
+        async for chunk in response.content.iter_any():
             flight.arriving.feed(chunk)
             live.news.set()
         return flight.ended("the stream ended without a token")
@@ -286,10 +298,25 @@ class GatewayShell:
 
     async def _post_abort(self, url: str, prefix: str) -> None:
         """Ask once; what becomes of the call tells whether it helped."""
-        data = msgspec.json.encode({"rid": prefix})
-        with contextlib.suppress(OSError, TimeoutError, TooLong):
-            async with asyncio.timeout(ABORT_TIMEOUT_S), self._engines.post(url, "/abort_request", data) as reply:
-                await reply.whole(65_536)
+        assert self._engines is not None
+        data, headers = msgspec.json.encode({"rid": prefix}), {"content-type": "application/json"}
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError):
+            async with (
+                asyncio.timeout(ABORT_TIMEOUT_S),
+                self._engines.post(f"{url}/abort_request", data=data, headers=headers) as response,
+            ):
+                await _read(response, 65_536)
+
+
+async def _read(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    """The whole body. Raises `AnswerError` beyond `limit` bytes."""
+    chunks, size = [], 0
+    async for chunk in response.content.iter_any():
+        size += len(chunk)
+        if size > limit:
+            raise AnswerError(f"the answer exceeds {limit} bytes")
+        chunks.append(chunk)
+    return b"".join(chunks)
 
 
 def _failure(call: Call, status: int, data: bytes) -> CallFailed:

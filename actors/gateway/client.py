@@ -5,14 +5,13 @@ The client imports no tokenizer: any process may use it.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
+import aiohttp
 import msgspec
 
 from actors.gateway.parsing import Flaw, Parsed
-from actors.posting import Poster, TooLong
 from config.schema import Noncontiguous
 from contracts.trajectory import Sampling
 
@@ -20,10 +19,6 @@ T = TypeVar("T")
 
 PROMPT_S = 10.0
 """Longest wait for an answer that needs no engine."""
-CONNECT_S = 10.0
-"""Longest wait for a connection."""
-ANSWER_LIMIT = 2**30
-"""Bytes that an answer may have: a thousand turns of a long episode."""
 MARGIN_S = 5.0
 """What the client waits beyond a request's deadline for the gateway's own answer."""
 
@@ -170,7 +165,7 @@ class GatewayClient:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._poster = Poster(CONNECT_S)
+        self._session: aiohttp.ClientSession | None = None
 
     async def generate(
         self,
@@ -212,7 +207,8 @@ class GatewayClient:
         return await self._ask(f"/episodes/{name}/finish", {}, PROMPT_S, _record)
 
     async def close(self) -> None:
-        self._poster.close()
+        if self._session is not None:
+            await self._session.close()
 
     async def _ask(self, path: str, body: Any, deadline_s: float, answers: msgspec.json.Decoder[T]) -> T:
         status, data = await self._post(path, msgspec.json.encode(body), deadline_s)
@@ -225,17 +221,16 @@ class GatewayClient:
         raise PROBLEMS.get(error.type, InfraProblem)(error.message)
 
     async def _post(self, path: str, data: bytes, deadline_s: float) -> tuple[int, bytes]:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0))
+        timeout = aiohttp.ClientTimeout(total=deadline_s + MARGIN_S)
+        headers = {"content-type": "application/json"}
         try:
-            async with (
-                asyncio.timeout(deadline_s + MARGIN_S),
-                self._poster.post(self.url, path, data) as reply,
-            ):
-                return reply.status, await reply.whole(ANSWER_LIMIT)
+            async with self._session.post(f"{self.url}{path}", data=data, headers=headers, timeout=timeout) as response:
+                return response.status, await response.read()
         except TimeoutError as error:
             raise DeadlineProblem(f"{self.url} did not answer within {deadline_s + MARGIN_S:.0f} s") from error
-        except TooLong as error:
-            raise InfraProblem(f"{self.url}{path}: {error}") from error
-        except OSError as error:
+        except (aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"{self.url} can't be reached: {type(error).__name__}: {error}") from error
 
 

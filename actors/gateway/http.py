@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import errno
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+import structlog
+from aiohttp import web
 
-from actors.answering import Answering, CutOff, Request
 from actors.gateway.chat import Ask, Chat, Served, offered
 from actors.gateway.client import DataProblem, Generated, OpenForm, Problem, SamplingForm
 from actors.gateway.episodes import Episodes
@@ -24,6 +26,7 @@ from actors.gateway.openai import (
     read_responses,
     responses_answer,
 )
+from actors.gateway.overdue import Overdue
 from actors.gateway.serving import Live, Serving
 from actors.gateway.streams import ChatStream, ResponsesStream
 from actors.gateway.tokens import Tokens
@@ -38,9 +41,13 @@ UNREAD_S = 30.0
 BIND_DEADLINE_S = 5.0
 """How long a restarted gateway waits for its predecessor's port."""
 
+_JSON = "application/json"
 F = TypeVar("F", ChatForm, ResponsesForm)
-Route = Callable[[Request, str], Awaitable[None]]
-"""Answers a request of an episode, whose name is empty for requests of none."""
+REFUSED = (web.HTTPRequestEntityTooLarge, Problem)
+
+
+class CutOff(Exception):
+    """The caller did not read, and its connection is closed."""
 
 
 class GenerateForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,29 +83,38 @@ class Server:
         self._status = status
         self._episodes = Episodes(serving.config.max_episodes, serving.clock.now)
         self._chat = Chat(serving, self._episodes)
-        limit = serving.config.max_body_mib * 2**20
-        self._http = Answering(self._handle, limit, self._refused, lambda: UNREAD_S)
-        self._routes: dict[tuple[str, ...], tuple[str, Route]] = {
-            ("generate",): ("POST", self._generate),
-            ("episodes",): ("POST", self._open),
-            ("episodes", "finish"): ("POST", self._finish),
-            ("health",): ("GET", self._health),
-            ("status",): ("GET", self._report),
-        }
-        for base in (("v1",), ("episodes", "v1")):
-            self._routes |= {
-                (*base, "chat", "completions"): ("POST", self._chat_completions),
-                (*base, "responses"): ("POST", self._responses),
-                (*base, "models"): ("GET", self._models),
-            }
+        self._overdue = Overdue()
+        app = web.Application(client_max_size=serving.config.max_body_mib * 2**20)
+        # The first that fits is taken, so what is asked most comes first.
+        for base in ("/v1", "/episodes/{episode}/v1"):
+            app.add_routes(
+                [
+                    web.post(f"{base}/chat/completions", self._chat_completions),
+                    web.post(f"{base}/responses", self._responses),
+                    web.get(f"{base}/models", self._models),
+                ]
+            )
+        app.add_routes(
+            [
+                web.post("/generate", self._generate),
+                web.post("/episodes/{episode}", self._open),
+                web.post("/episodes/{episode}/finish", self._finish),
+                web.get("/health", self._health),
+                web.get("/status", self._report),
+            ]
+        )
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
 
     async def start(self, host: str, patient: bool) -> str:
         """Bind and listen; answers the URL. `patient` waits a little for a port in use. Raises `Fatal`."""
+        await self._runner.setup()
         address = address_of(host)
         give_up_at = self._clock.now() + BIND_DEADLINE_S
         while True:
             try:
-                return f"http://{address}:{await self._http.start(address, self._config.port)}"
+                site = web.TCPSite(self._runner, address, self._config.port)
+                await site.start()
+                break
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
                     raise Fatal(
@@ -111,40 +127,22 @@ class Server:
                         "end its user, choose another port, or 0 to let the system choose"
                     ) from error
             await asyncio.sleep(0.2)
+        return f"http://{address}:{self._runner.addresses[0][1]}"
 
     async def close(self) -> None:
-        await self._http.close()
-
-    async def _handle(self, request: Request) -> None:
-        """Find the route: /episodes/NAME/... is that of an episode."""
-        parts = tuple(request.path[1:])
-        within = parts[:1] == ("episodes",)
-        episode = "".join(parts[1:2]) if within else ""
-        found = self._routes.get(("episodes", *parts[2:]) if within else parts)
-        if found is None or (within and not episode):
-            request.answer(404, self._refused(404, f"there is nothing at {'/'.join(request.path)[:200]!r}"))
-        elif request.method != found[0] and (request.method, found[0]) != ("HEAD", "GET"):
-            request.answer(405, self._refused(405, f"{request.method} where {found[0]} is due"))
-        else:
-            await found[1](request, episode)
-
-    def _refused(self, status: int, message: str) -> bytes:
-        if status == 413:
-            message = f"the body exceeds gateway.max_body_mib={self._config.max_body_mib}"
-        return _error_body(status, "infra" if status >= 500 else "data", message)
+        await self._runner.cleanup()
 
     # --- native ------------------------------------------------------------------------------------------------------
 
-    async def _generate(self, request: Request, episode: str) -> None:
+    async def _generate(self, request: web.Request) -> web.Response:
         arrived_at = self._clock.now()
-        try:
-            form = _parse(request.body)
+
+        async def answer() -> bytes:
+            form = _parse(await request.read())
             generated = await self._submit(await self._job(form, arrived_at), None)
-        except Problem as problem:
-            _refuse(request, problem)
-            return
-        answer = self._taken_apart(generated, form) if form.messages or form.tools else generated
-        request.answer(200, msgspec.json.encode(answer))
+            return msgspec.json.encode(self._taken_apart(generated, form) if form.messages or form.tools else generated)
+
+        return await self._answered(request, answer())
 
     def _taken_apart(self, generated: Generated, form: GenerateForm) -> Generated:
         replace = msgspec.structs.replace
@@ -153,6 +151,29 @@ class Server:
             for sample in generated.samples
         ]
         return replace(generated, samples=samples)
+
+    async def _answered(self, request: web.Request, work: Coroutine[Any, Any, bytes]) -> web.Response:
+        """The body that `work` answers, or its problem."""
+        try:
+            response = web.Response(body=await work, content_type=_JSON)
+        except REFUSED as error:
+            response = self._refusal(error)
+        return await self._send(request, response)
+
+    async def _send(self, request: web.Request, response: web.Response) -> web.Response:
+        with self._overdue.after(UNREAD_S, partial(_cut_off, request)):
+            await response.prepare(request)
+            await response.write_eof()
+        return response
+
+    def _refusal(self, error: Exception) -> web.Response:
+        if isinstance(error, Problem):
+            status, kind, message = error.status, error.kind, str(error)
+        else:
+            status, kind, message = 413, "data", f"the body exceeds gateway.max_body_mib={self._config.max_body_mib}"
+        return web.Response(
+            status=status, body=msgspec.json.encode(_error_body(status, kind, message)), content_type=_JSON
+        )
 
     async def _job(self, form: GenerateForm, arrived_at: float) -> Job:
         prompt_ids = await self._prompt(form)
@@ -175,59 +196,58 @@ class Server:
 
     # --- episodes ----------------------------------------------------------------------------------------------------
 
-    async def _open(self, request: Request, episode: str) -> None:
-        try:
-            self._episodes.open(episode, _opening(request.body))
-        except Problem as problem:
-            _refuse(request, problem)
-            return
-        request.answer(200, b"{}")
+    async def _open(self, request: web.Request) -> web.Response:
+        async def answer() -> bytes:
+            self._episodes.open(request.match_info["episode"], _opening(await request.read()))
+            return b"{}"
 
-    async def _finish(self, request: Request, episode: str) -> None:
-        try:
-            record = self._episodes.finish(episode)
-        except Problem as problem:
-            _refuse(request, problem)
-            return
-        request.answer(200, msgspec.json.encode(record))
+        return await self._answered(request, answer())
+
+    async def _finish(self, request: web.Request) -> web.Response:
+        async def answer() -> bytes:
+            return msgspec.json.encode(self._episodes.finish(request.match_info["episode"]))
+
+        return await self._answered(request, answer())
 
     # --- OpenAI's ----------------------------------------------------------------------------------------------------
 
-    async def _chat_completions(self, request: Request, episode: str) -> None:
-        await self._openai(request, episode, read_chat, chat_answer, ChatStream)
+    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._openai(request, read_chat, chat_answer, ChatStream)
 
-    async def _responses(self, request: Request, episode: str) -> None:
-        await self._openai(request, episode, read_responses, responses_answer, ResponsesStream)
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        return await self._openai(request, read_responses, responses_answer, ResponsesStream)
 
     async def _openai(
         self,
-        request: Request,
-        episode: str,
+        request: web.Request,
         read: Callable[[bytes], tuple[F, Ask]],
         finished: Callable[[Served, F], dict[str, Any]],
         streamed: Callable[[F, Tokens, list[str] | None], ChatStream | ResponsesStream],
-    ) -> None:
+    ) -> web.StreamResponse:
         """Read, sample, answer: whole, or piece by piece as it is sampled."""
         arrived_at = self._clock.now()
+        response: web.Response | None = None
         try:
-            form, ask = read(request.body)
-            ask = msgspec.structs.replace(ask, session=episode) if episode else ask
+            form, ask = read(await request.read())
+            named = request.match_info.get("episode")
+            ask = msgspec.structs.replace(ask, session=named) if named else ask
             if not form.stream:
                 answer = finished(await self._chat.answer(ask, arrived_at), form)
-                request.answer(200, msgspec.json.encode(answer))
-                return
-        except Problem as problem:
-            _refuse(request, problem)
-            return
-        await self._stream(request, ask, arrived_at, streamed(form, self._tokens, offered(ask.tools)))
+                response = web.Response(body=msgspec.json.encode(answer), content_type=_JSON)
+        except REFUSED as error:
+            return await self._send(request, self._refusal(error))
+        if response is not None:
+            return await self._send(request, response)
+        return await self._stream(request, ask, arrived_at, streamed(form, self._tokens, offered(ask.tools)))
 
     async def _stream(
-        self, request: Request, ask: Ask, arrived_at: float, stream: ChatStream | ResponsesStream
-    ) -> None:
+        self, request: web.Request, ask: Ask, arrived_at: float, stream: ChatStream | ResponsesStream
+    ) -> web.StreamResponse:
         """Pieces as they come, and a sign of life where none does for a while.
 
         What fails before there was anything to send is answered by its status, as without a stream.
         """
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
         end_at = self._chat.deadline(ask, arrived_at) + UNREAD_S
         live = Live()
         answer = asyncio.ensure_future(self._chat.answer(ask, arrived_at, live))
@@ -241,29 +261,31 @@ class Server:
                     live.news.clear()
                     pieces = b"" if answer.done() else b"".join(map(_event, stream.news(live)))
                 if pieces:
-                    await _send(request, pieces, end_at - self._clock.now())
+                    async with _reading(request, end_at - self._clock.now()):
+                        await response.prepare(request)
+                        await response.write(pieces)
             error = answer.exception()
-            if isinstance(error, Problem) and not request.begun:
-                _refuse(request, error)
-                return
-            await _send(request, _rest(answer, stream, live))
-            await request.end()
+            if isinstance(error, Problem) and not response.prepared:
+                return await self._send(request, self._refusal(error))
+            async with _reading(request):
+                await response.prepare(request)
+                await response.write(_rest(answer, stream, live))
+                await response.write_eof()
+        except CutOff:
+            pass
         finally:
             answer.cancel()
+        return response
 
-    async def _models(self, request: Request, episode: str) -> None:
+    async def _models(self, request: web.Request) -> web.Response:
         listed = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "sluice"}]}
-        request.answer(200, msgspec.json.encode(listed))
+        return web.Response(body=msgspec.json.encode(listed), content_type=_JSON)
 
-    async def _health(self, request: Request, episode: str) -> None:
-        request.answer(200, b'{"status":"ok"}')
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response(body=b'{"status":"ok"}', content_type=_JSON)
 
-    async def _report(self, request: Request, episode: str) -> None:
-        request.answer(200, msgspec.json.encode(self._status()))
-
-
-def _refuse(request: Request, problem: Problem) -> None:
-    request.answer(problem.status, _error_body(problem.status, problem.kind, str(problem)))
+    async def _report(self, request: web.Request) -> web.Response:
+        return web.Response(body=msgspec.json.encode(self._status()), content_type=_JSON)
 
 
 def _parse(data: bytes) -> GenerateForm:
@@ -285,16 +307,21 @@ def _opening(data: bytes) -> OpenForm:
         raise DataProblem(f"can't open an episode: {error}") from error
 
 
-async def _send(request: Request, pieces: bytes, limit_s: float = math.inf) -> None:
-    """Send pieces of a stream, if the caller reads: one that doesn't is cut off. Raises `CutOff`."""
-    if not request.begun:
-        request.begin(200, "text/event-stream")
+@contextlib.asynccontextmanager
+async def _reading(request: web.Request, limit_s: float = math.inf) -> AsyncIterator[None]:
+    """Send, if the caller reads: one that doesn't is cut off, so that nothing waits for it. Raises `CutOff`."""
     try:
         async with asyncio.timeout(min(UNREAD_S, limit_s)):
-            await request.write(pieces)
+            yield
     except TimeoutError as error:
-        request.cut()
-        raise CutOff("it does not read its answer") from error
+        _cut_off(request)
+        raise CutOff from error
+
+
+def _cut_off(request: web.Request) -> None:
+    if request.transport is not None:
+        request.transport.abort()
+    structlog.get_logger().warning("caller cut off", path=request.path, reason="it does not read its answer")
 
 
 def _rest(answer: asyncio.Future[Served], stream: ChatStream | ResponsesStream, live: Live) -> bytes:
@@ -302,17 +329,13 @@ def _rest(answer: asyncio.Future[Served], stream: ChatStream | ResponsesStream, 
     try:
         return b"".join(map(_event, stream.end(answer.result(), live))) + stream.closing
     except Problem as problem:
-        return _framed(_error_body(problem.status, problem.kind, str(problem)), b"")
+        return _event(_error_body(problem.status, problem.kind, str(problem)))
 
 
 def _event(data: dict[str, Any]) -> bytes:
     name = f"event: {data['type']}\n".encode() if isinstance(data.get("type"), str) else b""
-    return _framed(msgspec.json.encode(data), name)
+    return name + b"data: " + msgspec.json.encode(data) + b"\n\n"
 
 
-def _framed(data: bytes, name: bytes) -> bytes:
-    return name + b"data: " + data + b"\n\n"
-
-
-def _error_body(status: int, kind: str, message: str) -> bytes:
-    return msgspec.json.encode({"error": {"type": kind, "message": message, "code": status, "param": None}})
+def _error_body(status: int, kind: str, message: str) -> dict[str, Any]:
+    return {"error": {"type": kind, "message": message, "code": status, "param": None}}

@@ -8,12 +8,13 @@ from datetime import UTC, datetime
 
 from actors import registry
 from config.schema import RunConfig
-from contracts.envelope import STREAMS, WORK_STREAMS
-from contracts.events import kind
+from contracts.core import Entry
+from contracts.envelope import STREAMS, WORK_STREAMS, Envelope
+from contracts.events import Event, kind
 from pipeline.bus.model import Depth
 from pipeline.oneline import summary
 from pipeline.progress import figures
-from pipeline.top.board import Board, Item
+from pipeline.top.board import Board
 from pipeline.why.look import FLOOR_S, Look, span
 from pipeline.why.result import Evidence
 
@@ -112,7 +113,7 @@ def buffer(board: Board, now: float) -> list[Row]:
     return rows
 
 
-def events(items: Sequence[Item], zero: float) -> Iterator[Row]:
+def events(items: Sequence[tuple[Entry, Envelope[Event]]], zero: float) -> Iterator[Row]:
     """The newest first. `zero`: the time of the run's first event."""
     for entry, envelope in reversed(items):
         yield (

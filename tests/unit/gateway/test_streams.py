@@ -361,10 +361,9 @@ async def test_events_of_the_responses_api_build_the_answer_that_ends_them(token
 
 def shrink(front: Front) -> None:
     """Whoever connects from now on is sent to through a small buffer."""
-    listening = front.server._http._server
-    assert listening is not None
-    for each in listening.sockets:
-        each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    for site in front.server._runner.sites:
+        for listening in site._server.sockets:  # pyright: ignore
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
 
 
 async def post_unread(front: Front, body: Any) -> socket.socket:
@@ -414,6 +413,8 @@ def _sampling() -> dict[str, Any]:
 
 async def _left_alone(front: Front) -> None:
     """Nobody's connection is open but those of the test's own session."""
+    server = front.server._runner.server
+    assert server is not None
     async with asyncio.timeout(WAIT_S):
-        while len(front.server._http.connections) > 1:  # noqa: ASYNC110
+        while len(server.connections) > 1:  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -81,11 +81,7 @@ ALLOWED = (
         "a call ends when the core says AbortCall, whose deadline cuts it off; request deadlines are the core's wake",
     ),
     Allowed(r"actors/gateway/actor.py:GatewayShell._submit", r"entry.answer", "within overdue.after(limit_s)"),
-    Allowed(r"actors/gateway/http.py:Server._handle", r"found\[1\]\(request, episode\)", OURS),
-    Allowed(r"actors/answering.py:Answering.start", r"loop.create_server\(.*", "no wait: an address of this host"),
-    Allowed(r"actors/answering.py:_Connection.drained", r"self._writable", "unread_s(), which cuts the caller off"),
-    Allowed(r"actors/answering.py:_Connection._handle", r"self._server.handler\(request\)", OURS),
-    Allowed(r"actors/posting.py:Reply._news", r"self._waiter", "its callers, see BY_CALLER and HTTP in walk.py"),
+    Allowed(r"actors/gateway/http.py:Server._answered", r"work", "request_deadline_s at most, and BACKSTOP_S more"),
     Allowed(r"actors/gateway/http.py:_rest", r"answer.result\(\)", "it is done"),
     Allowed(r"actors/refit/transports/collective.py:CollectiveSender.send", r"attempt.result\(\)", "it has ended"),
     Allowed(r"actors/refit/transports/gloo.py:GlooCommunicator.broadcast.wait", r"work.wait\(\)", "broadcast_options"),
@@ -144,7 +140,7 @@ def allowed(found: Found) -> list[Allowed]:
 
 
 SOURCES = parse(ROOT, "actors", "contracts", "pipeline")
-BY_CALLER = frozenset(("whole", "idle", "abort_running", "_connect", "_say", "_filled"))
+BY_CALLER = frozenset(("idle", "abort_running", "_connect", "_say", "_filled"))
 """Coroutines that leave it to their callers to bound them: each such call is a wait."""
 KNOWN = coroutines(SOURCES) - BY_CALLER
 
@@ -230,7 +226,7 @@ REMOVED = {
     "actors/engine/client.py": ("asyncio.timeout(timeout)", "contextlib.nullcontext()"),
     "actors/engine/actor.py": ("asyncio.timeout(self._left(command.deadline_at))", "self._turn"),
     "actors/engine/colocated.py": ("asyncio.timeout(timeout)", "contextlib.nullcontext()"),
-    "actors/gateway/client.py": ("asyncio.timeout(deadline_s + MARGIN_S)", "contextlib.nullcontext()"),
+    "actors/gateway/client.py": ("total=deadline_s + MARGIN_S", "total=None"),
     "actors/refit/probes.py": ("asyncio.timeout(self._fleet.probe_deadline_s), ", ""),
     "actors/refit/transports/collective.py": ("attempt.ended.wait(timeout)", "attempt.ended.wait()"),
 }
