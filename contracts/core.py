@@ -19,14 +19,14 @@ from contracts.events import Event
 # --- inputs common to all cores --------------------------------------------------------------------------------------
 
 
-class Ref(msgspec.Struct, frozen=True):
+class Ref(msgspec.Struct, frozen=True, gc=False):
     """An entry of a stream."""
 
     stream: str
     entry: str
 
 
-class Delivered(msgspec.Struct, frozen=True, tag="delivered"):
+class Delivered(msgspec.Struct, frozen=True, gc=False, tag="delivered"):
     """A stream event. `deliveries` > 1 marks a work entry that was handed out before."""
 
     ref: Ref
@@ -146,7 +146,7 @@ class Clock(Protocol):
         ...
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class Entry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A raw entry of a stream: `data` is an encoded `Envelope` (in `journal:*` streams an encoded journal record)."""
 
     stream: str

@@ -24,7 +24,7 @@ class ContractError(ValueError):
     """An entry can't be read as an event of its stream: says stream, entry and what is wrong with it."""
 
 
-class Envelope(msgspec.Struct, Generic[Body], frozen=True, kw_only=True):
+class Envelope(msgspec.Struct, Generic[Body], frozen=True, kw_only=True, gc=False):
     """One event and where it comes from.
 
     `id` is `<actor>:<seq>.<ordinal>`: the actor's journal sequence number of the input that caused the event, and the

@@ -18,18 +18,18 @@ FailureKind = Literal["infra", "data", "timeout", "noncontiguous"]
 Split = Literal["train", "eval"]
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):
+class Record(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind"):
     """Base of all events: immutable, keyword-only, tagged by `kind`."""
 
 
-class Member(msgspec.Struct, frozen=True):
+class Member(msgspec.Struct, frozen=True, gc=False):
     """One boot of an actor. A restarted process is another member."""
 
     actor: str
     boot: int
 
 
-class PayloadRef(msgspec.Struct, frozen=True):
+class PayloadRef(msgspec.Struct, frozen=True, gc=False):
     """Bytes kept in a payload key beside the stream. `size` in bytes."""
 
     key: str
@@ -68,7 +68,7 @@ TasksEvent = TaskIssued
 # --- trajectories ----------------------------------------------------------------------------------------------------
 
 
-class Provenance(msgspec.Struct, frozen=True):
+class Provenance(msgspec.Struct, frozen=True, gc=False):
     """One source of sampled tokens in a trajectory: which version, on which boot of which engine, under which epoch."""
 
     version: int
@@ -120,7 +120,7 @@ TrajectoriesEvent = TrajectoryFinished | SampleFailed
 # --- batches ---------------------------------------------------------------------------------------------------------
 
 
-class SampleRef(msgspec.Struct, frozen=True):
+class SampleRef(msgspec.Struct, frozen=True, gc=False):
     """One trajectory of a batch. `lag`: optimizer steps between the trained version and its oldest trainable token."""
 
     sample: int
@@ -130,7 +130,7 @@ class SampleRef(msgspec.Struct, frozen=True):
     lag: int
 
 
-class GroupRef(msgspec.Struct, frozen=True):
+class GroupRef(msgspec.Struct, frozen=True, gc=False):
     """The samples of one task that are trained together; the baseline is taken over the valid ones."""
 
     task: str
@@ -276,7 +276,7 @@ PolicyEvent = PolicyReady | StepFinished | CheckpointSaved | TrainingFinished | 
 DrainPolicy = Literal["finish", "interrupt", "in_flight"]
 
 
-class TensorSpec(msgspec.Struct, frozen=True):
+class TensorSpec(msgspec.Struct, frozen=True, gc=False):
     """One tensor of the export stream, in transfer dtype (`float32`, `bfloat16`, ...)."""
 
     name: str
@@ -284,7 +284,7 @@ class TensorSpec(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
 
 
-class Bucket(msgspec.Struct, frozen=True):
+class Bucket(msgspec.Struct, frozen=True, gc=False):
     """Tensors that travel in one flattened broadcast, in order. `size` in bytes."""
 
     tensors: tuple[TensorSpec, ...]
@@ -353,7 +353,7 @@ class TransferOffered(Record, frozen=True, kw_only=True, tag="transfer.offered")
     checksum: Checksum = "xxh3_128"
 
 
-class Rank(msgspec.Struct, frozen=True):
+class Rank(msgspec.Struct, frozen=True, gc=False):
     """A receiver's first rank in the weight-update group, and how many it holds (tensor parallel)."""
 
     engine: str
@@ -394,7 +394,7 @@ class TransferFailed(Record, frozen=True, kw_only=True, tag="transfer.failed"):
     reason: str
 
 
-class Phase(msgspec.Struct, frozen=True):
+class Phase(msgspec.Struct, frozen=True, gc=False):
     """A part of something that took `seconds` in all."""
 
     name: str

@@ -26,6 +26,8 @@ BLOCK_MS = 1000
 CONNECT_S = 2.0
 LOOK_S = 2.0
 """Time between two looks into the store and the actors of a live run."""
+TURN = 16
+"""Batches that are folded at a stretch."""
 IDLE_S = 2.0
 """Time between two looks whether an archive has grown."""
 
@@ -95,11 +97,12 @@ class Source:
         await self._tell()
 
     async def _take(self, frames: Iterable[list[Entry]]) -> None:
-        """Fold what is new, a batch at a time: others get their turn between two."""
-        for batch in archive.batches(frames, BATCH):
+        """Fold what is new; others get their turn after every few batches."""
+        for place, batch in enumerate(archive.batches(frames, BATCH), 1):
             self.data.extend(list(self._decoded(batch)))
-            await self._tell()
-            await asyncio.sleep(0)
+            if place % TURN == 0:
+                await self._tell()
+                await asyncio.sleep(0)
 
     def _decoded(self, entries: Sequence[Entry]) -> Iterator[Item]:
         """Those that are new and can be read."""
