@@ -218,7 +218,7 @@ class Session:
         places: dict[str, Any] = {"run_dir": str(path), "events": str(self._directory.events)}
         places |= {"metrics": str(path / "metrics.jsonl"), "tensorboard": str(path / "tensorboard")}
         if self._view.checkpoint is not None:
-            places["checkpoint"] = self._view.checkpoint.path
+            places["checkpoint"] = str(path / "checkpoints" / Path(self._view.checkpoint.path).name)
         if self._view.rows:
             try:
                 places["report"] = str(report.write(self._directory))

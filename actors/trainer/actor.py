@@ -104,8 +104,7 @@ class TrainerShell:
     def _load(self, command: Load) -> Loaded | LoadFailed:
         with uncollected():
             from actors import models
-            from actors.trainer import backend
-            from actors.trainer.checkpoint import CheckpointError
+            from actors.trainer import backend, checkpoint
 
         config = self._config
         started = time.perf_counter()
@@ -122,8 +121,8 @@ class TrainerShell:
             raise Fatal(str(error)) from error
         if command.path is not None:
             try:
-                self._policy.load(Path(command.path))
-            except CheckpointError as error:
+                self._policy.load(checkpoint.own(self._checkpoints, command.path))
+            except checkpoint.CheckpointError as error:
                 self._context.log.error("checkpoint damaged", path=command.path, reason=str(error))
                 return LoadFailed(version=command.version, reason=str(error))
         self._freeze(command.version)

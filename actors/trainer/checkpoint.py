@@ -89,6 +89,11 @@ def latest(root: Path) -> Path | None:
     return found[-1] if found else None
 
 
+def own(root: Path, recorded: str) -> Path:
+    """Where the checkpoint that the log names is under `root`: the run's directory may have been moved, or copied."""
+    return root / Path(recorded).name
+
+
 def prune(root: Path, keep: int) -> list[Path]:
     """Delete all but the `keep` >= 1 newest checkpoints and what interrupted writes left; answers the former."""
     if keep < 1:

@@ -71,7 +71,7 @@ def test_a_run_finishes_although_trainer_and_engine_are_killed_at_once(start: St
     assert run.verify()["steps"] == STEPS
 
 
-def test_a_run_that_was_stopped_and_then_killed_with_its_driver_goes_on_to_its_end(start: Start):
+def test_a_run_that_was_stopped_then_killed_with_its_driver_and_moved_goes_on_to_its_end(start: Start):
     run = start()
     run.wait_for(lambda log: len(steps(log)) >= 2)
     run.process.send_signal(signal.SIGINT)
@@ -89,9 +89,11 @@ def test_a_run_that_was_stopped_and_then_killed_with_its_driver_goes_on_to_its_e
         assert time.monotonic() < deadline, f"still alive: {left}"
         time.sleep(0.2)
 
+    run.path = run.path.rename(run.path.with_name("moved"))
     last = start(resume=run)
     assert last.end() == 0, last.tail()
     assert last.verify()["steps"] == STEPS
+    assert not [event for event in last.events() if event["kind"] == "actor.failed"], "its checkpoint moved with it"
 
 
 @pytest.mark.parametrize("victim", ["collector-0", "buffer", "gateway-0", "recorder", "source"])
