@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from actors.engine.direct import Direct
-from actors.refit.transports import TransferError
+from actors.refit.transports import Offer, TransferError
 from actors.refit.transports.choice import sender
 from config.schema import EngineConfig, GatewayConfig, LaunchConfig, ModelConfig, RefitConfig, RunConfig, TrainerConfig
 from contracts.events import (
@@ -118,6 +118,46 @@ def run_config(shape: Shape, python: str | None) -> RunConfig:
     )
 
 
+def requested(epoch: int, member: Member, deadline_at: float) -> RefitRequested:
+    return RefitRequested(
+        epoch=epoch,
+        version=epoch,
+        step=epoch,
+        engines=(member,),
+        gateways=(),
+        drain="finish",
+        deadline_at=deadline_at,
+    )
+
+
+def offered(epoch: int, offer: Offer) -> TransferOffered:
+    return TransferOffered(
+        epoch=epoch,
+        version=epoch,
+        trainer_boot=1,
+        address=offer.address,
+        port=offer.port,
+        buckets=offer.buckets,
+        bytes=offer.bytes,
+        digest=offer.digest,
+        checksum=offer.checksum,
+    )
+
+
+def committed(epoch: int, member: Member) -> RefitCommitted:
+    return RefitCommitted(
+        epoch=epoch,
+        version=epoch,
+        step=epoch,
+        engines=(member,),
+        world_size=2,
+        pause_s=0.0,
+        drain_s=0.0,
+        transfer_s=0.0,
+        bytes=0,
+    )
+
+
 class Bench:
     """Trainer and coordinator of one boot."""
 
@@ -167,32 +207,10 @@ class Bench:
                 torch.cuda.synchronize(device)
         began = time.perf_counter()
         offer = await asyncio.to_thread(self.sender.offer, weights.items())
-        offered = time.perf_counter()
+        made = time.perf_counter()
         self.buckets = len(offer.buckets)
-        driver.publish(
-            RefitRequested(
-                epoch=epoch,
-                version=epoch,
-                step=epoch,
-                engines=(self.member,),
-                gateways=(),
-                drain="finish",
-                deadline_at=time.time() + driver.config.refit.deadline_s,
-            )
-        )
-        driver.publish(
-            TransferOffered(
-                epoch=epoch,
-                version=epoch,
-                trainer_boot=1,
-                address=offer.address,
-                port=offer.port,
-                buckets=offer.buckets,
-                bytes=offer.bytes,
-                digest=offer.digest,
-                checksum=offer.checksum,
-            )
-        )
+        driver.publish(requested(epoch, self.member, time.time() + driver.config.refit.deadline_s))
+        driver.publish(offered(epoch, offer))
         self.digest = offer.digest
         await driver.event(EngineDrained, epoch=epoch)
         drained = time.perf_counter()
@@ -204,7 +222,7 @@ class Bench:
             members=(Rank("engine-0", driver.boot, 1, 1),),
             world_size=2,
         )
-        return started, {"offer": 1e3 * (offered - began), "drain": 1e3 * (drained - offered)}
+        return started, {"offer": 1e3 * (made - began), "drain": 1e3 * (drained - made)}
 
     async def load(self, epoch: int, fresh: bool) -> dict[str, float]:
         """One refit; milliseconds of its parts. `stop`: from the request to serving, the join of a group left out."""
@@ -214,19 +232,7 @@ class Bench:
         sent = await asyncio.to_thread(self.sender.send, started, 50.0)
         loaded = await driver.event(EngineLoaded, epoch=epoch)
         received = time.perf_counter()
-        driver.publish(
-            RefitCommitted(
-                epoch=epoch,
-                version=epoch,
-                step=epoch,
-                engines=(self.member,),
-                world_size=2,
-                pause_s=0.0,
-                drain_s=0.0,
-                transfer_s=0.0,
-                bytes=0,
-            )
-        )
+        driver.publish(committed(epoch, self.member))
         await driver.mode("serving")
         resumed = time.perf_counter()
         self.fallback = loaded.fallback

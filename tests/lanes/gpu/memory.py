@@ -36,19 +36,12 @@ from contracts.events import (
     EngineReleased,
     Member,
     Rank,
-    RefitCommitted,
-    RefitRequested,
     ReleaseRequested,
-    TransferOffered,
     TransferStarted,
 )
+from tests.lanes.gpu.bench import FLAGS, committed, offered, requested
 from tests.unit.engine.driver import Driver
 
-FLAGS = (
-    *("--attention-backend", "triton", "--sampling-backend", "pytorch", "--grammar-backend", "none"),
-    *("--mem-fraction-static", "0.4", "--context-length", "2048", "--cuda-graph-max-bs", "2"),
-    "--disable-piecewise-cuda-graph",
-)
 LARGE: dict[str, Any] = {
     "hidden_size": 896,
     "intermediate_size": 4864,
@@ -137,32 +130,10 @@ class Turns:
         """One refit to the commit; milliseconds."""
         deadline_at, driver, began = self._begin(), self.driver, time.perf_counter()
         offer = await asyncio.to_thread(self.sender.offer, self.place.weights.items())
-        offered = time.perf_counter()
+        made = time.perf_counter()
         epoch = self.epoch
-        driver.publish(
-            RefitRequested(
-                epoch=epoch,
-                version=epoch,
-                step=epoch,
-                engines=(ME,),
-                gateways=(),
-                drain="finish",
-                deadline_at=deadline_at,
-            )
-        )
-        driver.publish(
-            TransferOffered(
-                epoch=epoch,
-                version=epoch,
-                trainer_boot=1,
-                address=offer.address,
-                port=offer.port,
-                buckets=offer.buckets,
-                bytes=offer.bytes,
-                digest=offer.digest,
-                checksum=offer.checksum,
-            )
-        )
+        driver.publish(requested(epoch, ME, deadline_at))
+        driver.publish(offered(epoch, offer))
         await driver.event(EngineDrained, epoch=epoch)
         drained = time.perf_counter()
         started = TransferStarted(
@@ -171,24 +142,13 @@ class Turns:
         driver.publish(started)
         await asyncio.to_thread(self.sender.send, started, 50.0)
         loaded = await driver.event(EngineLoaded, epoch=epoch)
-        committed = RefitCommitted(
-            epoch=epoch,
-            version=epoch,
-            step=epoch,
-            engines=(ME,),
-            world_size=2,
-            pause_s=0.0,
-            drain_s=0.0,
-            transfer_s=0.0,
-            bytes=0,
-        )
-        driver.publish(committed)
+        driver.publish(committed(epoch, ME))
         await driver.mode("serving")
         assert loaded.digest == offer.digest, "it holds what was sent"
         phases = {phase.name: round(1e3 * phase.seconds, 1) for phase in loaded.phases}
         return {
-            "offer_ms": round(1e3 * (offered - began), 1),
-            "drain_and_weights_ms": round(1e3 * (drained - offered), 1),
+            "offer_ms": round(1e3 * (made - began), 1),
+            "drain_and_weights_ms": round(1e3 * (drained - made), 1),
             "receiver": loaded.receiver,
             "fallback": loaded.fallback,
             "phases_ms": phases,
