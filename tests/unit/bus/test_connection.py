@@ -1,13 +1,18 @@
-"""Commands go over the wire as redis-py itself would send them."""
+"""Commands go over the wire as redis-py itself would send them; what breaks in the middle is not used again."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 from redis.asyncio.connection import Connection
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from pipeline.bus.connection import LeanTCP
+
+RESET = ConnectionResetError("reset by peer")
 
 
 @pytest.mark.parametrize(
@@ -23,3 +28,46 @@ from pipeline.bus.connection import LeanTCP
 )
 def test_a_command_is_packed_as_by_redis_py(command: tuple[Any, ...]) -> None:
     assert b"".join(LeanTCP().pack_command(*command)) == b"".join(Connection().pack_command(*command))
+
+
+@pytest.fixture
+async def open_connection() -> AsyncIterator[LeanTCP]:
+    """Connected to a server that accepts and says nothing."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    connection = LeanTCP(host="127.0.0.1", port=server.sockets[0].getsockname()[1], retry_on_error=[])
+    await connection._connect()
+    yield connection
+    await connection.disconnect(nowait=True)
+    server.close()
+
+
+def fails(error: BaseException) -> Any:
+    async def failing(*_: Any, **__: Any) -> None:
+        raise error
+
+    return failing
+
+
+@pytest.mark.parametrize("half", ["writing to", "reading from"])
+@pytest.mark.parametrize(
+    ("error", "raised"),
+    [(RESET, RedisConnectionError), (asyncio.CancelledError(), asyncio.CancelledError)],
+    ids=["reset", "cancelled"],
+)
+async def test_a_connection_that_failed_halfway_is_closed(
+    open_connection: LeanTCP, monkeypatch: pytest.MonkeyPatch, half: str, error: BaseException, raised: type
+) -> None:
+    monkeypatch.setattr(open_connection._writer, "drain", fails(error))
+    monkeypatch.setattr(open_connection._parser, "read_response", fails(error))
+    ping = open_connection.pack_command("PING")
+    command = open_connection.send_packed_command(ping) if half == "writing to" else open_connection.read_response()
+    with pytest.raises(raised) as caught:
+        await command
+    assert not open_connection.is_connected
+    if error is RESET:
+        assert str(caught.value) == f"{half} 127.0.0.1:{open_connection.port}: reset by peer"
