@@ -1,50 +1,39 @@
-"""The sidecar: performs what the engine's core decides, on one server that is nobody else's to call.
+"""The sidecar: starts a server that is nobody else's to call, watches it, and performs what the engine's core decides.
 
-Operations of a barrier (drain, receive, resume, abandon) run one at a time, in the order in which the core asked for
-them; giving one up cancels it first.
+What a barrier asks of the server is in `actors.engine.operations`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from actors.engine import colocated, manifest, probe, server
+from actors.engine import manifest, server
 from actors.engine.client import CallError, HttpEngineClient
 from actors.engine.core import EngineCore
-from actors.engine.direct import Direct
 from actors.engine.lease import LeaseKeeper
-from actors.engine.loading import CALL_S, FLUSH_S, Loading, Unfit
-from actors.engine.memory import KV, WEIGHTS, Memory
+from actors.engine.loading import CALL_S
+from actors.engine.operations import Operations
 from actors.engine.proxy import Proxy
 from actors.engine.server import Server, ServerError
 from actors.engine.state import (
     BARRIER,
     Abandon,
     Drain,
-    Drained,
-    DrainFailed,
     EngineState,
     Exit,
-    Loaded,
-    LoadFailed,
     Receive,
     Release,
-    Released,
     Resume,
-    Resumed,
     ServerDead,
     ServerReady,
     StartServer,
     Watch,
 )
-from config.schema import RunConfig, is_direct
+from config.schema import RunConfig
 from contracts.core import Context, Fatal
-from contracts.weights import digest
 
 MEMORY_S = 60.0
 """How long a server that has just started may take to give memory back."""
@@ -65,16 +54,9 @@ class EngineShell:
         gateway = config.gateway
         self._lease = LeaseKeeper(self.core)
         self._proxy = Proxy(self._lease.admit, self._status, gateway.request_deadline_s, gateway.max_body_mib * 2**20)
-        self._server: Server | None = None
-        self._direct: Direct | None = None
-        self._memory = Memory(config.engine.release)
-        self._ended: str | None = None
         self._manifest: manifest.Manifest | None = None
+        self._server: Server | None = None
         self._healthy = False
-        self._paused = False
-        self._label: str | None = None
-        self._operations: dict[asyncio.Task[Any], int] = {}
-        self._turn = asyncio.Lock()
 
     async def start(self, context: Context) -> None:
         self._context = context
@@ -92,15 +74,15 @@ class EngineShell:
             case Watch():
                 return await self._watch()
             case Drain():
-                return await self._operate(command.epoch, lambda: self._drain(command))
+                return await self._operations.run(Operations.drain, command)
             case Release():
-                return await self._operate(command.epoch, lambda: self._release(command))
+                return await self._operations.run(Operations.release, command)
             case Receive():
-                return await self._operate(command.epoch, lambda: self._receive(command))
+                return await self._operations.run(Operations.receive, command)
             case Resume():
-                return await self._operate(command.epoch, lambda: self._resume(command))
+                return await self._operations.run(Operations.resume, command)
             case Abandon():
-                return await self._abandon(command)
+                return await self._operations.abandon(command)
             case Exit():
                 raise Fatal(command.reason) if command.fatal else ServerGone(command.reason)
         raise TypeError(f"the engine can't perform {command!r}")
@@ -119,14 +101,12 @@ class EngineShell:
         await asyncio.sleep(command.delay_s)
         started = time.monotonic()
         try:
-            self._server = await self._launch(self._config.launch.start_deadline_s)
-            ranks = await self._server.client.ranks(CALL_S)
-            await self._memory.give_back(self._client, MEMORY_S)  # the trainer may be in a step
+            self._take(await self._launch(self._config.launch.start_deadline_s))
+            ranks = await self._client.ranks(CALL_S)
+            await self._operations.settle(MEMORY_S)
         except (ServerError, CallError) as error:
             return ServerDead(str(error))
-        if is_direct(self._config):
-            self._direct = Direct(self._server.client)
-        self._proxy.connect(self._server.client)
+        self._proxy.connect(self._client)
         self._healthy = True
         return ServerReady(self._url, ranks, time.monotonic() - started)
 
@@ -134,15 +114,20 @@ class EngineShell:
         config, context = self._config, self._context
         name, boot = context.actor, context.boot
         if config.engine.kind == "external":
-            return await server.attach(external_url(config, name), deadline_s)
+            return await server.attach(external_url(config, self.core.index), deadline_s)
         model_dir = await asyncio.to_thread(_model_dir, config)
         self._manifest = await asyncio.to_thread(manifest.read, model_dir)
         if config.engine.kind == "torch":
             port_file = Path(context.run_dir) / f"{name}-{boot}.port"
-            launch = server.torch_launch(config, model_dir, port_file, number_of(name))
+            launch = server.torch_launch(config, model_dir, port_file, self.core.index)
         else:
-            launch = server.sglang_launch(config, model_dir, f"{context.run}-{name}-{boot}", number_of(name))
+            launch = server.sglang_launch(config, model_dir, f"{context.run}-{name}-{boot}", self.core.index)
         return await server.start(launch, Path(context.run_dir) / "logs" / f"{name}.server.log", deadline_s)
+
+    def _take(self, server: Server) -> None:
+        """This is the server of this boot."""
+        self._server = server
+        self._operations = Operations(self._config, self._context, server, self._manifest, self._proxy, self._lease)
 
     @property
     def _client(self) -> HttpEngineClient:
@@ -159,7 +144,7 @@ class EngineShell:
         try:
             done, _ = await asyncio.wait(watches, return_when=asyncio.FIRST_COMPLETED)
             self._healthy = False
-            return ServerDead(self._ended or next(iter(done)).result())
+            return ServerDead(self._server.killed or next(iter(done)).result())
         finally:
             for watch in watches:
                 watch.cancel()
@@ -173,7 +158,7 @@ class EngineShell:
                 misses = 0
                 continue
             try:
-                if (stranger := await self._stranger(PROBE_DEADLINE_S)) is not None:
+                if (stranger := await self._operations.stranger(PROBE_DEADLINE_S)) is not None:
                     return stranger
                 misses = 0
             except CallError as error:
@@ -182,217 +167,6 @@ class EngineShell:
                 if misses == PROBE_MISSES:
                     return f"the server did not answer {misses} probes in a row: {error}"
             self._healthy = misses == 0
-
-    async def _stranger(self, timeout: float) -> str | None:
-        """Whether the server holds other weights than were loaded last: somebody restarted it behind our back."""
-        loaded = self._label
-        found = await self._client.weight_version(timeout)
-        if loaded is None or found in (None, loaded) or loaded != self._label:
-            return None
-        return f"the server holds weights {found!r}, but {loaded!r} were loaded: it is another one"
-
-    async def _replaced(self) -> str | None:
-        """`_stranger`, asked only where weights were loaded."""
-        return None if self._label is None else await self._stranger(CALL_S)
-
-    # --- the barrier -------------------------------------------------------------------------------------------------
-
-    async def _operate(self, epoch: int, work: Callable[[], Awaitable[Any]]) -> Any | None:
-        """Perform one operation when those before it are over; None when it was given up."""
-        task = asyncio.create_task(self._in_turn(work))
-        self._operations[task] = epoch
-        try:
-            await asyncio.wait((task,))
-        finally:
-            task.cancel()
-            del self._operations[task]
-        return None if task.cancelled() else task.result()
-
-    async def _in_turn(self, work: Callable[[], Awaitable[Any]]) -> Any:
-        async with self._turn:
-            return await work()
-
-    def _left(self, deadline_at: float) -> float:
-        return max(0.0, deadline_at - self._context.clock.now())
-
-    async def _drain(self, command: Drain) -> Drained | DrainFailed | ServerDead:
-        """What is not in the server is out (proxy), and what is in it is over (its answers, or a flush)."""
-        started = time.monotonic()
-        try:
-            async with asyncio.timeout(self._left(command.deadline_at)):
-                if command.hold:
-                    await self._pause()
-                    stranger = await self._replaced()
-                else:
-                    stranger = await self._empty(command)
-                if stranger is not None:
-                    return ServerDead(stranger)
-                await self._memory.take(self._client, WEIGHTS, self._left(command.deadline_at))
-        except TimeoutError:
-            reason = f"{self._proxy.running} requests known to run, and no flush at the deadline"
-            return await self._unless_uncertain(DrainFailed(command.epoch, "Deadline", reason))
-        except CallError as error:
-            return await self._unless_uncertain(DrainFailed(command.epoch, type(error).__name__, str(error)))
-        seconds, held = time.monotonic() - started, self._proxy.running if command.hold else 0
-        self._context.log.info("drained", epoch=command.epoch, held=held, seconds=round(seconds, 3))
-        return Drained(command.epoch, seconds, held)
-
-    async def _release(self, command: Release) -> Released | ServerDead:
-        """Whatever goes wrong, the memory is free in the end: a server that doesn't give it back is killed."""
-        started = time.monotonic()
-        try:
-            async with asyncio.timeout(self._left(command.deadline_at)):
-                if (stranger := await self._empty(command)) is not None:
-                    return await self._kill(stranger)
-                idle = time.monotonic()
-                await self._memory.give_back(self._client, self._left(command.deadline_at))
-        except TimeoutError:
-            reason = f"{self._proxy.running} requests known to run" if not self._memory.uncertain else "no answer"
-            return await self._kill(f"it did not give memory back in time ({reason}, refit.drain_deadline_s)")
-        except CallError as error:
-            return await self._kill(f"it did not give memory back: {error}")
-        seconds, release_s = time.monotonic() - started, time.monotonic() - idle
-        self._context.log.info("released", epoch=command.epoch, tags=self._memory.tags, seconds=round(seconds, 3))
-        return Released(command.epoch, self._memory.tags, seconds, release_s)
-
-    async def _unless_uncertain(self, failed: DrainFailed) -> DrainFailed | ServerDead:
-        """Nobody knows what memory a server holds that did not answer when asked to take some."""
-        if not self._memory.uncertain:
-            return failed
-        return await self._kill(f"it did not take its memory again: {failed.reason}")
-
-    async def _kill(self, reason: str) -> ServerDead:
-        """End the server now; its memory is free when this returns."""
-        self._ended = reason
-        assert self._server is not None
-        if self._server.process is not None:
-            await asyncio.to_thread(self._server.process.kill)
-        return ServerDead(reason)
-
-    async def _empty(self, command: Drain | Release) -> str | None:
-        """Bounded by the drain's deadline; whether the server is another one than was loaded."""
-        await self._thaw()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._proxy.idle(), self._left(command.abort_at))
-        async with asyncio.timeout(self._left(command.deadline_at)):
-            await self._proxy.abort_running()
-        checked = isinstance(command, Drain) and self._direct is not None and self._direct.checks
-        if checked and not self._proxy.doubt:
-            return None
-        while True:
-            flush = self._client.flush(min(FLUSH_S, self._left(command.deadline_at)))
-            async with asyncio.timeout(self._left(command.deadline_at)):
-                flushed, stranger = await asyncio.gather(flush, self._replaced())
-            if flushed or stranger is not None:
-                self._proxy.doubt = self._proxy.doubt and not flushed
-                return stranger
-            if not self._left(command.abort_at):
-                await self._client.abort_all(CALL_S)
-
-    async def _thaw(self) -> None:
-        """What an earlier epoch left paused holds nothing that anybody waits for."""
-        if self._paused:
-            await self._client.abort_all(CALL_S)
-            await self._client.resume(CALL_S)
-            self._paused = False
-
-    async def _receive(self, command: Receive) -> Loaded | LoadFailed:
-        started = time.monotonic()
-        wrong = None if self._manifest is None else manifest.problem(self._manifest, command.buckets)
-        if wrong is not None:
-            return LoadFailed(command.epoch, "manifest", "ManifestMismatch", wrong)
-        logprobs: tuple[float, ...] = ()
-        fingerprint = ""
-        self._label = None
-        pause = self._pause if self._config.engine.kind == "external" else None
-        loading = Loading(self._config, self._context, self._client, self._direct, pause, command)
-        try:
-            async with asyncio.timeout(self._left(command.deadline_at)):
-                held = await loading.run()
-                fingerprint = await loading.fingerprint(held)
-                if self._memory.tags:
-                    with loading.within("retake"):
-                        await self._memory.take(self._client, KV, self._left(command.deadline_at))
-                if self._config.refit.verify == "probe":
-                    with loading.within("verify"):
-                        logprobs = await self._continuation(command)
-        except TimeoutError:
-            return LoadFailed(command.epoch, loading.phase, "Deadline", "the deadline of the refit passed")
-        except Unfit as error:
-            return LoadFailed(command.epoch, loading.phase, error.error, str(error))
-        except (CallError, colocated.TransferBroke) as error:
-            return LoadFailed(command.epoch, loading.phase, type(error).__name__, str(error))
-        self._label = str(command.version)
-        found = "" if held is None else digest(held)
-        fallback = "" if self._direct is None else self._direct.fallback
-        receiver = (
-            "" if self._config.engine.kind != "sglang" else "direct" if self._direct and not fallback else "sglang"
-        )
-        return self._loaded(
-            command,
-            Loaded(
-                command.epoch,
-                found,
-                time.monotonic() - started,
-                logprobs,
-                loading.phases,
-                receiver,
-                fallback,
-                fingerprint,
-            ),
-        )
-
-    def _loaded(self, command: Receive, loaded: Loaded) -> Loaded:
-        log = self._context.log
-        if loaded.fallback:
-            log.warning("weights go through SGLang's loader", epoch=command.epoch, reason=loaded.fallback)
-        spent = {phase.name: round(phase.seconds, 4) for phase in loaded.phases}
-        log.info("loaded", epoch=command.epoch, version=command.version, seconds=round(loaded.seconds, 3), **spent)
-        return loaded
-
-    async def _pause(self) -> None:
-        self._paused = True
-        await self._client.pause(CALL_S)
-
-    async def _continuation(self, command: Receive) -> tuple[float, ...]:
-        await self._client.resume(CALL_S)
-        self._paused = False
-        rid = f"probe-{command.epoch:08d}-{self._context.boot:08d}"
-        return await probe.logprobs(self._client, rid, self._left(command.deadline_at))
-
-    async def _resume(self, command: Resume) -> Resumed | ServerDead:
-        await self._lease.resumed()
-        try:
-            if self._paused:
-                await self._client.resume(CALL_S)
-        except CallError as error:
-            return ServerDead(f"the server does not go on after the commit of epoch {command.epoch}: {error}")
-        self._paused = False
-        return Resumed(command.epoch)
-
-    async def _abandon(self, command: Abandon) -> ServerDead | None:
-        for task, epoch in self._operations.items():
-            if epoch <= command.epoch:
-                task.cancel()
-        async with self._turn:
-            if self._memory.uncertain:
-                return await self._kill(f"nobody knows what memory it holds after epoch {command.epoch} was given up")
-            try:
-                await self._client.abort_all(CALL_S)
-                if command.group is not None:
-                    await self._leave(command.group)
-                await self._client.flush(0.0)
-            except CallError as error:
-                return ServerDead(f"the server hangs after epoch {command.epoch} was given up: {error}")
-        return None
-
-    async def _leave(self, group: str) -> None:
-        """Any answer will do: it shows that no collective holds the server."""
-        try:
-            await self._client.leave_group(group, CALL_S)
-        except CallError as error:
-            if error.status is None:
-                raise
 
     # --- what others see ---------------------------------------------------------------------------------------------
 
@@ -410,14 +184,8 @@ class EngineShell:
         }
 
 
-def number_of(actor: str) -> int:
-    """`engine-3` -> 3."""
-    return int(actor.rpartition("-")[2])
-
-
-def external_url(config: RunConfig, actor: str) -> str:
-    """The URL of engine `actor`. Raises `Fatal` when `engine.urls` has none for it."""
-    index = number_of(actor)
+def external_url(config: RunConfig, index: int) -> str:
+    """The URL of engine `index`. Raises `Fatal` when `engine.urls` has none for it."""
     if index >= len(config.engine.urls):
         raise Fatal(f"engine.urls names {len(config.engine.urls)} servers, engine.count is {config.engine.count}")
     return config.engine.urls[index]

@@ -229,6 +229,8 @@ class Server:
     def __init__(self, client: HttpEngineClient, process: ServerProcess | None) -> None:
         self.client = client
         self.process = process
+        self.killed: str | None = None
+        """Why we ended it."""
 
     @property
     def alive(self) -> bool:
@@ -239,6 +241,12 @@ class Server:
         if self.process is None:
             return await asyncio.get_running_loop().create_future()
         return await self.process.ended()
+
+    async def kill(self, reason: str) -> None:
+        """End it now if it is ours; what it holds is free when this returns."""
+        self.killed = reason
+        if self.process is not None:
+            await asyncio.to_thread(self.process.kill)
 
     async def close(self) -> None:
         """End it if it is ours, and close all connections."""

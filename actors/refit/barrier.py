@@ -12,35 +12,27 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from actors.refit.faults import Faults
 from actors.refit.fleet import Fleet
 from actors.refit.outliers import outliers, strangers
 from actors.refit.state import Barrier, Committed, Gate, Group, Offer, Seat, Turn, Wait
 from config.schema import RefitConfig
-from contracts.core import Emit, Raise
+from contracts.core import Raise
 from contracts.events import (
-    ActorFailed,
     EngineDrained,
     EngineFailed,
     EngineLoaded,
-    EngineQuarantined,
     Event,
     GateClosed,
     Member,
     Rank,
     RefitCommitted,
-    RefitFailed,
     TransferFailed,
     TransferFinished,
     TransferOffered,
     TransferStarted,
 )
 
-BACKOFF_MAX_S = 30.0
-"""Longest pause between a failed epoch and the next one."""
-STRIKE_MAX_S = 300.0
-"""Longest time an engine that failed again and again is left out."""
-COLLECTIVE_STRIKES = 3
-"""A fault in the collective costs the whole fleet an epoch: it weighs as much as three of the engine alone."""
 OWN_PHASES = ("flush", "retake", "verify")
 """Phases of an engine's failure that no other receiver shares."""
 
@@ -48,10 +40,10 @@ OWN_PHASES = ("flush", "retake", "verify")
 class Barriers:
     """The rules of an epoch. Every method works on a `Turn` whose state has a barrier, and may end that barrier."""
 
-    def __init__(self, refit: RefitConfig, fleet: Fleet, actor: str) -> None:
+    def __init__(self, refit: RefitConfig, fleet: Fleet, faults: Faults) -> None:
         self._refit = refit
         self._fleet = fleet
-        self._actor = actor
+        self._faults = faults
         self._answers: Mapping[type, Callable[[Turn, Any], None]] = {
             GateClosed: self._gate_closed,
             TransferOffered: self._offered,
@@ -103,7 +95,7 @@ class Barriers:
             turn.log("transfer finished", seconds=event.seconds, bytes=event.bytes)
 
     def _broke(self, turn: Turn, event: TransferFailed) -> None:
-        self._transfer_failed(turn, event.phase, event.error, event.reason)
+        self._faults.transfer_failed(turn, event.phase, event.error, event.reason)
 
     def _gate_closed(self, turn: Turn, event: GateClosed) -> None:
         gate = next((g for g in turn.barrier.gates if g.gateway == event.gateway), None)
@@ -140,7 +132,7 @@ class Barriers:
             turn.log("engine loaded", engine=event.engine, seconds=event.seconds)
         else:
             reason = f"holds weights of digest {event.digest}, the trainer sent {offer.digest}"
-            self.expel(turn, seat, "DigestMismatch", reason)
+            self._faults.expel(turn, seat, "DigestMismatch", reason)
 
     def _engine_failed(self, turn: Turn, event: EngineFailed) -> None:
         seat = self.seat(turn.barrier, event.engine, event.boot)
@@ -148,9 +140,9 @@ class Barriers:
             return
         reason = f"failed in {event.phase}: {event.reason}"
         if turn.barrier.started_at is None or event.phase in OWN_PHASES:
-            self.expel(turn, seat, event.error, reason)
+            self._faults.expel(turn, seat, event.error, reason)
         else:
-            self._fault(turn, seat, event.phase, event.error, reason)
+            self._faults.collective_failed(turn, seat, event.phase, event.error, reason)
 
     # --- members that go away ----------------------------------------------------------------------------------------
 
@@ -160,9 +152,9 @@ class Barriers:
         if seat is None:
             return
         if turn.barrier.started_at is None or seat.loaded:
-            self.expel(turn, seat, error, reason)
+            self._faults.expel(turn, seat, error, reason)
         else:
-            self._fault(turn, seat, "transfer", error, reason)
+            self._faults.collective_failed(turn, seat, "transfer", error, reason)
 
     def gateway_booted(self, turn: Turn, gateway: str, boot: int) -> None:
         """A newer boot answers for itself, as it may have read older epochs only.
@@ -178,7 +170,7 @@ class Barriers:
         """The copy that was offered died with its process."""
         if turn.barrier.trainer_boot != boot:
             phase = "drain" if turn.barrier.started_at is None else "transfer"
-            self.fail(turn, phase, "Restarted", f"trainer was restarted as boot {boot}")
+            self._faults.fail(turn, phase, "Restarted", f"trainer was restarted as boot {boot}")
 
     # --- progress ----------------------------------------------------------------------------------------------------
 
@@ -194,24 +186,24 @@ class Barriers:
             return
         barrier = turn.barrier
         if not barrier.seats:
-            self.fail(turn, "drain", "NoEngine", "no engine is left")
+            self._faults.fail(turn, "drain", "NoEngine", "no engine is left")
         elif self.gates_closed(barrier) and self.engines_drained(barrier) and self._offered_step(turn) is not None:
             self._start_transfer(turn)
         elif turn.now >= barrier.deadline_at:
             reason = f"trainer offered no known version in {self._refit.deadline_s:g} s (refit.deadline_s)"
-            self.fail(turn, "offer", "Deadline", reason)
+            self._faults.fail(turn, "offer", "Deadline", reason)
 
     def _end_drain(self, turn: Turn) -> bool:
         """The drain's deadline: an open gate fails the epoch (False), a busy engine stays out of it."""
         waited = f"in {self._refit.drain_deadline_s:g} s (refit.drain_deadline_s)"
         if not self.gates_closed(turn.barrier):
             names = ", ".join(g.gateway for g in turn.barrier.gates if not g.closed)
-            self.fail(turn, "drain", "Deadline", f"{names} did not close the gate {waited}")
+            self._faults.fail(turn, "drain", "Deadline", f"{names} did not close the gate {waited}")
             return False
         if not self.engines_drained(turn.barrier):
             for seat in turn.barrier.seats:
                 if not seat.drained:
-                    self.expel(turn, seat, "Deadline", f"did not drain {waited}")
+                    self._faults.expel(turn, seat, "Deadline", f"did not drain {waited}")
         return True
 
     def _offered_step(self, turn: Turn) -> int | None:
@@ -253,25 +245,25 @@ class Barriers:
         if turn.now >= turn.barrier.deadline_at:
             waited = f"in {self._refit.deadline_s:g} s (refit.deadline_s)"
             if not sent:
-                self._transfer_failed(turn, "transfer", "Deadline", f"the transfer did not end {waited}")
+                self._faults.transfer_failed(turn, "transfer", "Deadline", f"the transfer did not end {waited}")
                 return
             for seat in turn.barrier.seats:
                 if not seat.loaded:
-                    self.expel(turn, seat, "Deadline", f"did not load {waited}")
+                    self._faults.expel(turn, seat, "Deadline", f"did not load {waited}")
         loaded = sent and all([s.loaded for s in turn.barrier.seats])
         if loaded:
             self._compare(turn)
         if not turn.barrier.seats:
-            self.fail(turn, "verify", "NoEngine", "no engine is left")
+            self._faults.fail(turn, "verify", "NoEngine", "no engine is left")
         elif loaded:
             self._commit(turn)
 
     def _compare(self, turn: Turn) -> None:
         """Whoever holds other weights than the fleet, or generates unlike it, stays out."""
         for seat, reason in strangers(turn.barrier.seats):
-            self.expel(turn, seat, "ChecksumMismatch", reason)
+            self._faults.expel(turn, seat, "ChecksumMismatch", reason)
         for seat, reason in outliers(turn.barrier.seats):
-            self.expel(turn, seat, "ProbeMismatch", reason)
+            self._faults.expel(turn, seat, "ProbeMismatch", reason)
 
     def _commit(self, turn: Turn) -> None:
         barrier, now = turn.barrier, turn.now
@@ -312,71 +304,6 @@ class Barriers:
             gathering=False,
             failures=0,
             retry_at=0.0,
-        )
-
-    # --- faults ------------------------------------------------------------------------------------------------------
-
-    def _backoff(self, times: int, most: float) -> float:
-        return min(most, self._refit.retry_backoff_s * 2.0 ** min(times - 1, 32))
-
-    def strike(self, turn: Turn, engine: str, weight: int) -> None:
-        """Leave an engine out for a while, twice as long for each earlier fault since it last came through."""
-        strikes = turn.state.engines[engine].strikes + weight
-        turn.set_engine(engine, strikes=strikes, eligible_at=turn.now + self._backoff(strikes, STRIKE_MAX_S))
-
-    def expel(self, turn: Turn, seat: Seat, error: str, reason: str, weight: int = 1) -> None:
-        """This engine leaves the epoch; the others go on."""
-        barrier = turn.barrier
-        turn.emit(EngineQuarantined(epoch=barrier.epoch, engine=seat.engine, boot=seat.boot, reason=reason))
-        seconds = turn.now - barrier.requested_at
-        turn.log("engine quarantined", warning=True, engine=seat.engine, error=error, reason=reason, seconds=seconds)
-        turn.set_barrier(seats=tuple(s for s in barrier.seats if s.engine != seat.engine))
-        self.shut_out(turn, seat.engine, reason, weight)
-
-    def shut_out(self, turn: Turn, engine: str, reason: str, weight: int = 1) -> None:
-        """What an expulsion costs an engine beyond its part in the epoch."""
-        self.strike(turn, engine, weight)
-        self._fleet.happen(turn, engine, "expelled", reason)
-
-    def _fault(self, turn: Turn, seat: Seat, phase: str, error: str, reason: str) -> None:
-        """An engine broke the collective: no receiver can be trusted."""
-        self.expel(turn, seat, error, reason, COLLECTIVE_STRIKES)
-        self.fail(turn, phase, error, f"{seat.engine} {reason}")
-
-    def _transfer_failed(self, turn: Turn, phase: str, error: str, reason: str) -> None:
-        """Nobody knows which member broke the collective: from the second time on, one after another is left out."""
-        barrier, failures = turn.barrier, turn.state.failures
-        silent = tuple(s for s in barrier.seats if not s.loaded)
-        if barrier.started_at is not None and failures and silent and len(barrier.seats) > 1:
-            self.expel(turn, silent[failures % len(silent)], error, f"suspected: {reason}", COLLECTIVE_STRIKES)
-        self.fail(turn, phase, error, reason)
-
-    def fail(self, turn: Turn, phase: str, error: str, reason: str) -> None:
-        """End the epoch without a commit; after too many in a row, end the run."""
-        barrier, failures = turn.barrier, turn.state.failures + 1
-        turn.emit(RefitFailed(epoch=barrier.epoch, version=barrier.version, phase=phase, reason=reason))
-        turn.log(
-            "refit failed",
-            warning=True,
-            transfer=self._refit.transport,
-            refit=barrier.epoch,
-            phase=phase,
-            error=error,
-            reason=reason,
-            failures=failures,
-            seconds=turn.now - barrier.requested_at,
-        )
-        halted = failures >= self._refit.failures
-        if halted:
-            message = f"{failures} refits failed in a row (refit.failures), the last one in phase {phase}: {reason}"
-            turn.do(Emit(ActorFailed(actor=self._actor, error=error, message=message, fatal=True)))
-        turn.set(
-            phase="idle",
-            barrier=None,
-            suspects=tuple(Member(s.engine, s.boot) for s in barrier.seats),
-            failures=failures,
-            retry_at=turn.now + self._backoff(failures, BACKOFF_MAX_S),
-            halted=halted,
         )
 
     # --- waits -------------------------------------------------------------------------------------------------------

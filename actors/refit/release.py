@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from actors.refit.barrier import Barriers
+from actors.refit.faults import Faults
 from actors.refit.state import Log, RefitState, Release, Turn, Wait, Wanted, Yielded
 from config.schema import RefitConfig
 from contracts.core import Emit, Raise
@@ -29,9 +29,9 @@ from contracts.events import (
 class Releases:
     """Every method works on a `Turn`. `step_deadline_s` bounds the trainer's step."""
 
-    def __init__(self, refit: RefitConfig, barriers: Barriers, step_deadline_s: float, actor: str) -> None:
+    def __init__(self, refit: RefitConfig, faults: Faults, step_deadline_s: float, actor: str) -> None:
         self._refit = refit
-        self._barriers = barriers
+        self._faults = faults
         self._step_deadline_s = step_deadline_s
         self._actor = actor
 
@@ -109,7 +109,7 @@ class Releases:
         _emit(turn, release, quarantined)
         fields = {"epoch": release.epoch, "engine": member.actor, "reason": reason}
         turn.do(Log("engine quarantined", fields, warning=True))
-        self._barriers.shut_out(turn, member.actor, reason)
+        self._faults.shut_out(turn, member.actor, reason)
         waiting = tuple(m for m in release.waiting if m != member)
         turn.set(release=replace(release, waiting=waiting, released=tuple(m for m in release.released if m != member)))
 

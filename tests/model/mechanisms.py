@@ -6,13 +6,13 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from actors.engine.barrier import Barriers as EngineBarriers
 from actors.engine.core import EngineCore
-from actors.engine.state import Drained, Lease
+from actors.engine.state import Drained, Lease, Loaded
 from actors.gateway.core import GatewayCore
 from actors.gateway.state import Drain, gate
 from actors.refit.barrier import Barriers
 from actors.refit.core import RefitCore
-from actors.refit.fleet import Fleet
 from actors.refit.state import Barrier, Seat
 from config.schema import EngineConfig, GatewayConfig, LaunchConfig, RefitConfig
 from contracts.events import DrainPolicy, RefitRequested, TransferStarted
@@ -22,8 +22,8 @@ Without = set[str]
 
 
 class MutatedBarriers(Barriers):
-    def __init__(self, refit: RefitConfig, fleet: Fleet, without: Without) -> None:
-        super().__init__(refit, fleet, "refit")
+    def __init__(self, refit: RefitConfig, core: RefitCore, without: Without) -> None:
+        super().__init__(refit, core.fleet, core.faults)
         self._without = without
 
     def epoch_matches(self, barrier: Barrier, event: Any) -> bool:
@@ -52,6 +52,7 @@ class MutatedEngine(EngineCore):
     def __init__(self, actor: str, without: Without) -> None:
         super().__init__(actor, EngineConfig(lease_s=10.0, restarts=1000), REFIT)
         self._without = without
+        self.barriers = MutatedEngineBarriers(actor, without)
 
     def admits(self, state: Any, epoch: int, lease: Lease, now: float) -> bool:
         if "request epoch" in self._without:
@@ -62,31 +63,32 @@ class MutatedEngine(EngineCore):
             return lease.confirms(epoch)
         return super().admits(state, epoch, lease, now)
 
-    def _requested(self, state: Any, event: RefitRequested) -> Any:
-        if "uncertain at boot" in self._without and state.mode == "uncertain":
-            pass
-        after, commands = super()._requested(state, event)
-        if "drain" in self._without and after.mode == "draining":
-            after, more = self._local(after, Drained(after.epoch, 0.0))
-            return after, more
-        return after, commands
-
-    def _started(self, state: Any, part: Any, event: TransferStarted) -> Any:
-        if "drained before load" in self._without and state.mode == "draining":
-            state = replace(state, mode="drained")
-        return super()._started(state, part, event)
-
     def _local(self, state: Any, input: Any) -> Any:
         if "result epoch" in self._without and hasattr(input, "epoch"):
             input = replace(input, epoch=state.epoch)
         return super()._local(state, input)
 
-    def _failed(self, state: Any, phase: str, error: str, reason: str) -> Any:
-        if "whole loads" in self._without and phase == "receive":
-            from actors.engine.state import Loaded
 
-            return self._loaded(state, Loaded(state.epoch, f"d{state.part.version}", 0.0))
-        return super()._failed(state, phase, error, reason)
+class MutatedEngineBarriers(EngineBarriers):
+    def __init__(self, actor: str, without: Without) -> None:
+        super().__init__(actor, REFIT)
+        self._without = without
+
+    def requested(self, state: Any, event: RefitRequested) -> Any:
+        after, commands = super().requested(state, event)
+        if "drain" in self._without and after.mode == "draining":
+            return self.drained(after, Drained(after.epoch, 0.0))
+        return after, commands
+
+    def started(self, state: Any, part: Any, event: TransferStarted) -> Any:
+        if "drained before load" in self._without and state.mode == "draining":
+            state = replace(state, mode="drained")
+        return super().started(state, part, event)
+
+    def failed(self, state: Any, phase: str, error: str, reason: str) -> Any:
+        if "whole loads" in self._without and phase == "receive":
+            return self.loaded(state, Loaded(state.epoch, f"d{state.part.version}", 0.0))
+        return super().failed(state, phase, error, reason)
 
 
 class MutatedGateway(GatewayCore):
@@ -114,5 +116,5 @@ REFIT = RefitConfig(failures=1000, retry_backoff_s=1.0, drain_deadline_s=100.0, 
 def coordinator(engines: int, without: Without, drain: DrainPolicy) -> RefitCore:
     refit = replace(REFIT, drain=drain)
     core = RefitCore(refit, EngineConfig(count=engines), GatewayConfig(), LaunchConfig())
-    core.barriers = MutatedBarriers(refit, core.fleet, without)
+    core.barriers = core.members.barriers = MutatedBarriers(refit, core, without)
     return core

@@ -192,8 +192,8 @@ class Bench:
         shell, config = self.driver.shell, self.driver.config
         refit = replace(config.refit, transport=transport, receiver=receiver, bucket_mib=bucket_mib)
         config = replace(config, refit=refit)
-        self.driver.config = shell._config = config
-        shell._direct = Direct(shell._client) if receiver == "direct" else None
+        self.driver.config = shell._operations._config = config
+        shell._operations._direct = Direct(shell._client) if receiver == "direct" else None
         self.sender = sender(config)
         self.group = f"{receiver}-{transport}-{bucket_mib}-{time.monotonic_ns()}"
         self.device = self.shape.devices[1 if transport == "ipc" else 0]

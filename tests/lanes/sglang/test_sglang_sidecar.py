@@ -54,8 +54,8 @@ class Bench:
         settings, shell = self.driver.config, self.driver.shell
         refit = replace(settings.refit, transport=transport, receiver=receiver, verify=verify)
         settings = replace(settings, refit=refit)
-        self.driver.config = shell._config = settings
-        shell._direct = Direct(shell._client) if receiver == "direct" else None
+        self.driver.config = shell._operations._config = settings
+        shell._operations._direct = Direct(shell._client) if receiver == "direct" else None
         self.refits = Refits(self.driver, digests=receiver == "direct")
 
     async def load(self, seed: int) -> None:

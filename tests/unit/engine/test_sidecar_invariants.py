@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from actors.engine.core import EngineCore
-from actors.engine.state import Drained, Lease, Loaded
+from actors.engine.state import Drained, Lease, Loaded, LoadFailed
 from config.schema import EngineConfig, RefitConfig
 from contracts.events import RefitFailed, RefitRequested
 from tests.unit.engine.world import ME, Moves, Violation, World, core
@@ -108,23 +108,22 @@ class LateResultsCount(EngineCore):
 
 class OlderRequestsCount(EngineCore):
     def _event(self, state: Any, event: Any) -> Any:
-        return self._requested(state, event) if isinstance(event, RefitRequested) else super()._event(state, event)
+        requested = isinstance(event, RefitRequested)
+        return self.barriers.requested(state, event) if requested else super()._event(state, event)
 
 
 class DrainsAtOnce(EngineCore):
-    def _requested(self, state: Any, event: Any) -> Any:
-        after, commands = super()._requested(state, event)
-        if after.mode != "draining":
+    def _event(self, state: Any, event: Any) -> Any:
+        after, commands = super()._event(state, event)
+        if not isinstance(event, RefitRequested) or after.mode != "draining":
             return after, commands
-        after, more = self._local(after, Drained(after.epoch, 0.0))
+        after, more = self.barriers.drained(after, Drained(after.epoch, 0.0))
         return after, [*commands, *more]
 
 
 class PartialLoadsCount(EngineCore):
-    def _failed(self, state: Any, phase: str, error: str, reason: str) -> Any:
-        if state.mode != "loading":
-            return super()._failed(state, phase, error, reason)
-        return self._loaded(state, Loaded(state.epoch, "", 0.0))
+    def _local(self, state: Any, input: Any) -> Any:
+        return super()._local(state, Loaded(input.epoch, "", 0.0) if isinstance(input, LoadFailed) else input)
 
 
 class ServesWhatWasTornOff(EngineCore):

@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from actors.engine import actor as actor_module
+from actors.engine import operations
 from actors.engine import server as server_module
 from actors.engine.actor import EngineShell, ServerGone, build
 from actors.engine.server import Launch, Server, ServerError, attach
@@ -121,7 +122,8 @@ def benches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Benches:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hung server is noticed soon."""
-    monkeypatch.setattr(actor_module, "CALL_S", 0.5)
+    for module in (actor_module, operations):
+        monkeypatch.setattr(module, "CALL_S", 0.5)
 
 
 # --- the way to serving ----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from actors.refit.barrier import BACKOFF_MAX_S, STRIKE_MAX_S
+from actors.refit.faults import BACKOFF_MAX_S, STRIKE_MAX_S
 from actors.refit.state import FsyncHigh, HighWritten, RefitState
 from contracts.core import Booted, Emit, Tick
 from contracts.events import (

@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from actors import registry
 from actors.engine import actor as engine_actor
 from actors.engine import client as engine_client
-from actors.engine import colocated
+from actors.engine import colocated, operations
 from actors.engine.client import CallError, HttpEngineClient
 from actors.engine.server import Server
 from actors.engine.state import (
@@ -69,8 +69,8 @@ ENDS: dict[str, tuple[str, str]] = {
     "engine.Drain": ("field deadline_at", "DrainFailed"),
     "engine.Release": ("field deadline_at", "ServerDead"),
     "engine.Receive": ("field deadline_at", "LoadFailed"),
-    "engine.Resume": ("constant actors.engine.actor.CALL_S", "ServerDead"),
-    "engine.Abandon": ("constant actors.engine.actor.CALL_S", "ServerDead"),
+    "engine.Resume": ("constant actors.engine.operations.CALL_S", "ServerDead"),
+    "engine.Abandon": ("constant actors.engine.operations.CALL_S", "ServerDead"),
     "engine.Exit": ("at once", ""),
     "gateway.Call": ("setting gateway.request_deadline_s", "CallFailed"),
     "gateway.AbortCall": ("field deadline_at", ""),
@@ -157,6 +157,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_client, "FLUSH_GRACE_S", SOON_S)
     monkeypatch.setattr(gateway_client, "PROMPT_S", SOON_S)
     monkeypatch.setattr(gateway_client, "MARGIN_S", SOON_S)
+    monkeypatch.setattr(operations, "CALL_S", SOON_S)
     for name in ("CALL_S", "PROBE_S", "PROBE_DEADLINE_S"):
         monkeypatch.setattr(engine_actor, name, SOON_S)
 
@@ -257,8 +258,8 @@ async def test_the_sidecar_gives_up_a_server_that_does_not_answer(
     driver = Driver(RunConfig(engine=engine, launch=LaunchConfig(start_deadline_s=SOON_S)), tmp_path)
     shell = driver.shell
     await shell.start(driver)  # type: ignore[arg-type]
-    shell._server = Server(HttpEngineClient(silent), None)
-    shell._paused = True
+    shell._take(Server(HttpEngineClient(silent), None))
+    shell._operations._paused = True
     async with asyncio.timeout(LATE_S):
         assert type(await shell.perform(make())) is outcome
     await shell.close()

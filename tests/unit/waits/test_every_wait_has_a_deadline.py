@@ -37,7 +37,7 @@ ALLOWED = (
     Allowed(r"actors/collector/actor.py:CollectorShell._settled", r"work", OURS),
     Allowed(r"actors/collector/calls.py:Calls._serve", r"self._jobs.get\(\)", "an idle thread; close() ends it"),
     Allowed(r"actors/engine/actor.py:EngineShell._watch", r"asyncio.wait\(watches", RUN),
-    Allowed(r"actors/engine/actor.py:EngineShell._operate", r"asyncio.wait\(\(task,\)\)", OURS),
+    Allowed(r"actors/engine/operations.py:Operations.run", r"asyncio.wait\(\(task,\)\)", OURS),
     Allowed(r"actors/engine/client.py:(Reply.chunks|HttpEngineClient._call)", r".*(iter_any|read)\(\)", REPLY),
     Allowed(
         r"actors/engine/colocated.py:_(connect|say|filled)", r".*", "take bounds the whole transfer, see BY_CALLER"
@@ -224,7 +224,7 @@ def test_a_wait_with_one_is_not(line: str) -> None:
 
 REMOVED = {
     "actors/engine/client.py": ("asyncio.timeout(timeout)", "contextlib.nullcontext()"),
-    "actors/engine/actor.py": ("asyncio.timeout(self._left(command.deadline_at))", "self._turn"),
+    "actors/engine/operations.py": ("asyncio.timeout(self._left(command.deadline_at))", "self._turn"),
     "actors/engine/colocated.py": ("asyncio.timeout(timeout)", "contextlib.nullcontext()"),
     "actors/gateway/client.py": ("total=deadline_s + MARGIN_S", "total=None"),
     "actors/refit/probes.py": ("asyncio.timeout(self._fleet.probe_deadline_s), ", ""),
