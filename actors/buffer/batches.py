@@ -30,10 +30,10 @@ class Batches:
 
     def choose(self, state: State) -> tuple[State, tuple[int, ...], tuple[Any, ...]]:
         """The groups of the next batch; none while the trainer has enough in hand or too few are complete."""
+        if len(state.ready) < self.config.groups:
+            return state, (), ()
         step = state.target()
         if state.base is None or state.stopping or state.broken or state.outstanding() > AHEAD or step >= self.steps:
-            return state, (), ()
-        if len(state.ready) < self.config.groups:
             return state, (), ()
         pool = Pool(
             candidates=tuple(candidate(index, group, step) for index, group in state.ready.items()),
@@ -55,13 +55,13 @@ class Batches:
         lags: dict[int, int] = {}
         groups, flat = [], 0
         for index in chosen:
-            group, rewards = group_ref(index, state.ready[index], step), set()
+            held = state.ready[index]
+            group = group_ref(index, held, step)
             groups.append(group)
+            flat += held.flat()
             for sample in group.samples:
                 if sample.valid:
-                    rewards.add(sample.reward)
                     lags[sample.lag] = lags.get(sample.lag, 0) + 1
-            flat += len(rewards) < 2
         batch = BatchReady(batch=state.next_batch, groups=tuple(groups))
         ready, closed = without(state.ready, *chosen), state.closed.add(*chosen)
         state = replace(state, ready=ready, closed=closed, next_batch=state.next_batch + 1)

@@ -159,9 +159,10 @@ class BufferCore:
             sources=frozenset(s for s in state.sources if s.version not in gone),
         )
         commands: list[Any] = []
-        for index in [i for held in (state.open, state.ready) for i, g in held.items() if g.versions & gone]:
-            state, dropped = self._drop(state, index, "abandoned", now)
-            commands += dropped
+        for index, group in (*state.open.items(), *state.ready.items()):
+            if group.versions & gone:
+                state, dropped = self._drop(state, index, group, "abandoned", now)
+                commands += dropped
         state, advanced = self._advance(state, now)
         return state, (*commands, *advanced)
 
@@ -211,9 +212,10 @@ class BufferCore:
 
     def _lose(self, state: State, index: int, now: float) -> Step[State]:
         state = self._begin(state, index, now)
-        if index not in state.open:
+        group = state.open.get(index)
+        if group is None:
             return state, ()
-        state, completed = self._complete(state, index, now, "lost")
+        state, completed = self._complete(state, index, group, now, "lost")
         state, advanced = self._advance(state, now)
         return state, (*completed, *advanced)
 
@@ -239,21 +241,22 @@ class BufferCore:
     # --- arrivals ---
 
     def _admit(self, state: State, event: TrajectoriesEvent, now: float) -> Step[State]:
-        index, issued = event.index, state.issued
-        if index in state.ready or index in state.closed:
-            return state, reject(event, "the group is closed")
+        index = event.index
         group = state.open.get(index)
-        if group is None and index in issued:
-            group, issued = self._group(issued[index], now), without(issued, index)
-        elif group is None:
+        if group is not None:
+            if group.has(event.sample):
+                return state, reject(event, "duplicate: the sample has a result")
+        elif index in state.ready or index in state.closed:
+            return state, reject(event, "the group is closed")
+        elif index in state.issued:
+            group = self._group(state.issued[index], now)
+            state = replace(state, issued=without(state.issued, index))
+        else:
             group = Group(event.task, event.samples, now + self.config.group_deadline_s)
-        elif group.has(event.sample):
-            return state, reject(event, "duplicate: the sample has a result")
         group, commands = self._taken(state, group, event)
-        state = replace(state, issued=issued, open={**state.open, index: group})
         if not group.settled():
-            return state, commands
-        state, completed = self._complete(state, index, now)
+            return replace(state, open={**state.open, index: group}), commands
+        state, completed = self._complete(state, index, group, now)
         state, advanced = self._advance(state, now)
         return state, (*commands, *completed, *advanced)
 
@@ -273,26 +276,25 @@ class BufferCore:
             return f"overlong: cut off at rollout.max_new_tokens={self.max_new_tokens}"
         return None
 
-    def _complete(self, state: State, index: int, now: float, why: str = "incomplete") -> Step[State]:
+    def _complete(self, state: State, index: int, group: Group, now: float, why: str = "incomplete") -> Step[State]:
         """No more samples are waited for: the group is ready, dropped, or its missing samples are issued again."""
-        group = state.open[index]
         missing = len(group.samples) < group.size
         if missing and self.config.group_policy == "drop":
-            return self._drop(state, index, why, now)
+            return self._drop(state, index, group, why, now)
         if missing and group.issue is not None and group.replaced < self.config.replacements:
-            return self._replace(state, index, group.issue, now)
+            return self._replace(state, index, group, group.issue, now)
         if sum([sample.valid for sample in group.samples]) < 2:
-            return self._drop(state, index, "lost" if why == "lost" and not group.samples else "too_few_valid", now)
+            reason = "lost" if why == "lost" and not group.samples else "too_few_valid"
+            return self._drop(state, index, group, reason, now)
         if self.config.skip_flat_groups and group.flat():
-            return self._drop(state, index, "flat", now)
+            return self._drop(state, index, group, "flat", now)
         ended = () if group.late_at is None else _no_longer_late(index, group, now)
         if group.issue is not None or ended:
             group = replace(group, issue=None, late_at=None)
         return replace(state, open=without(state.open, index), ready={**state.ready, index: group}), ended
 
-    def _replace(self, state: State, index: int, task: TaskIssued, now: float) -> Step[State]:
+    def _replace(self, state: State, index: int, group: Group, task: TaskIssued, now: float) -> Step[State]:
         """Issue the missing samples once more, with attempts that draw other random numbers."""
-        group = state.open[index]
         only, first = group.missing(), group.attempts + 1
         deadline = now + self.config.group_deadline_s
         group = replace(group, failed=(), entry="", replaced=group.replaced + 1, deadline_at=deadline)
@@ -306,16 +308,15 @@ class BufferCore:
         for index, group in state.open.items():
             if group.deadline_at <= now:
                 late = self._wait_on if self.config.group_policy == "wait" else self._complete
-                state, done = late(state, index, now)
+                state, done = late(state, index, group, now)
                 commands += done
         state, finished = evals.expire(state, now)
         state, advanced = self._advance(state, now)
         state, announced = self._announce(state, now)
         return state, (*commands, *finished, *advanced, *announced)
 
-    def _wait_on(self, state: State, index: int, now: float) -> Step[State]:
+    def _wait_on(self, state: State, index: int, group: Group, now: float) -> Step[State]:
         """Missing samples are waited for beyond the deadline; say so once."""
-        group = state.open[index]
         late_at = now if group.late_at is None else group.late_at
         waited = replace(group, deadline_at=now + self.config.group_deadline_s, late_at=late_at)
         state = replace(state, open={**without(state.open, index), index: waited})
@@ -364,17 +365,16 @@ class BufferCore:
         return "collector" if begun and state.outstanding() == 0 and state.target() < self.steps else None
 
     def _evict(self, state: State, now: float) -> Step[State]:
-        step = state.target()
+        eldest = state.target() - self.staleness
         commands: list[Any] = []
-        eldest = step - self.staleness
-        for index in [i for i, group in state.ready.items() if group.oldest is not None and group.oldest < eldest]:
-            state, dropped = self._drop(state, index, "stale", now)
-            commands += dropped
+        for index, group in state.ready.items():
+            if group.oldest is not None and group.oldest < eldest:
+                state, dropped = self._drop(state, index, group, "stale", now)
+                commands += dropped
         return state, commands
 
-    def _drop(self, state: State, index: int, reason: str, now: float) -> Step[State]:
+    def _drop(self, state: State, index: int, group: Group, reason: str, now: float) -> Step[State]:
         """Close an open or ready group without training on it."""
-        group = state.open.get(index) or state.ready[index]
         state = replace(
             state,
             open=without(state.open, index),

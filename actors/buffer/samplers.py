@@ -37,7 +37,7 @@ def windowed(pool: Pool) -> tuple[int, ...]:
 
 
 def _up_to(pool: Pool, reach: int) -> tuple[int, ...]:
-    indexes = sorted(candidate.index for candidate in pool.candidates)
+    indexes = sorted([candidate.index for candidate in pool.candidates])
     if pool.holes:
         indexes = [index for index in indexes if index < pool.holes[0] + reach]
     return tuple(indexes[: pool.count])
@@ -111,4 +111,4 @@ def choose(name: str, sampler: Sampler, pool: Pool) -> tuple[int, ...]:
 def holes(floor: int, closed: frozenset[int], ready: Sequence[int]) -> tuple[int, ...]:
     """The indexes from `floor` up to the newest ready one that are neither closed nor ready."""
     done = closed.union(ready)
-    return tuple(index for index in range(floor, max(ready, default=floor)) if index not in done)
+    return tuple([index for index in range(floor, max(ready, default=floor)) if index not in done])

@@ -77,10 +77,6 @@ class Group(msgspec.Struct, frozen=True):
     def settled(self) -> bool:
         return len(self.samples) + len(self.failed) >= self.size
 
-    def lag(self, step: int) -> int:
-        """Staleness when trained from `step`: that of the worst valid sample."""
-        return lag_of(self.oldest, step)
-
     def flat(self) -> bool:
         return len({sample.reward for sample in self.samples if sample.valid}) < 2
 
@@ -134,6 +130,7 @@ class State(msgspec.Struct, frozen=True):
 
 
 def lag_of(oldest: int | None, step: int) -> int:
+    """Staleness when trained from `step`; `oldest` is the step of the oldest token."""
     return 0 if oldest is None else step - oldest
 
 
@@ -191,7 +188,8 @@ def candidate(index: int, group: Group, step: int) -> Candidate:
     """A complete group as samplers see it."""
     rewards = [sample.reward for sample in group.samples if sample.valid]
     mean = sum(rewards) / len(rewards)
-    return Candidate(index=index, lag=group.lag(step), reward=mean, valid=len(rewards), flat=len(set(rewards)) < 2)
+    lag = lag_of(group.oldest, step)
+    return Candidate(index=index, lag=lag, reward=mean, valid=len(rewards), flat=len(set(rewards)) < 2)
 
 
 def group_ref(index: int, group: Group, step: int) -> GroupRef:

@@ -52,7 +52,6 @@ from actors.gateway.state import (
     home_of,
     housed,
     load_of,
-    loaded,
     reachable,
     rid_prefix,
     without,
@@ -297,35 +296,33 @@ class GatewayCore:
     def _dispatch(self, state: State, now: float) -> Outcome:
         if gate(state) != "open" or not (load := load_of(state, now)):
             return state, []
-        requests, calls = dict(state.requests), dict(state.calls)
-        homes, loads = state.homes, state.loads
+        requests, calls, loads = state.requests.copy(), state.calls.copy(), state.loads.copy()
+        homes, last = state.homes, state.last_call
         commands: list[Any] = []
-        last = state.last_call
         for number in state.waiting:
             request = requests[number]
-            engine = home_of(homes, request.session)
+            samples, engine = request.pending, home_of(homes, request.session)
             if engine not in load:
                 engine = _least(load, request.session)
                 homes = housed(homes, request.session, engine)
             last += 1
-            commands.append(command := self._call(state, last, number, engine))
-            calls[last] = InFlight(number, engine, command.boot, request.pending)
-            requests[number] = _replace(
-                request, pending=(), call=last, held_s=request.held_s + now - request.held_since
-            )
-            load[engine] += len(request.pending)
-            loads = loaded(loads, engine, len(request.pending))
+            commands.append(command := self._call(state, last, number, samples, engine))
+            calls[last] = InFlight(number, engine, command.boot, samples)
+            held_s = request.held_s + now - request.held_since
+            requests[number] = _replace(request, pending=(), call=last, held_s=held_s)
+            load[engine] += len(samples)
+            loads[engine] = loads.get(engine, 0) + len(samples)
         return _replace(
             state, requests=requests, calls=calls, waiting=(), loads=loads, homes=homes, last_call=last
         ), commands
 
-    def _call(self, state: State, call: int, number: int, engine: str) -> Call:
+    def _call(self, state: State, call: int, request: int, samples: tuple[int, ...], engine: str) -> Call:
         assert state.committed is not None
         address = state.addresses[engine]
         return Call(
             call=call,
-            request=number,
-            samples=state.requests[number].pending,
+            request=request,
+            samples=samples,
             engine=engine,
             boot=address.boot,
             url=address.url,
@@ -382,4 +379,7 @@ def _least(load: dict[str, int], session: str) -> str:
     """The engine with the least in flight; of several, the session decides."""
     least = min(load.values())
     found = [name for name, held in load.items() if held == least]
-    return found[0] if len(found) == 1 else min(found, key=lambda name: zlib.crc32(f"{session}/{name}".encode()))
+    if len(found) == 1:
+        return found[0]
+    begun = zlib.crc32(f"{session}/".encode())
+    return min(found, key=lambda name: zlib.crc32(name.encode(), begun))

@@ -217,8 +217,9 @@ def holding(state: State) -> bool:
 def reachable(state: State) -> list[Member]:
     """Members of the last commit whose address is known."""
     found: list[Member] = []
+    addresses = state.addresses
     for member in state.committed.engines if state.committed else ():
-        address = state.addresses.get(member.actor)
+        address = addresses.get(member.actor)
         if address is not None and address.boot == member.boot:
             found.append(member)
     return found
@@ -226,7 +227,8 @@ def reachable(state: State) -> list[Member]:
 
 def load_of(state: State, now: float) -> dict[str, int]:
     """Samples in flight on each engine that may be sent more."""
-    load = {member.actor: state.loads.get(member.actor, 0) for member in reachable(state)}
+    loads = state.loads
+    load = {member.actor: loads.get(member.actor, 0) for member in reachable(state)}
     for name, avoided in state.avoided.items():
         if now < avoided.until:
             load.pop(name, None)
@@ -270,7 +272,7 @@ def boot_prefix(gateway: str, boot: int) -> str:
 
 def rid_prefix(gateway: str, boot: int, call: int) -> str:
     """What the ids of all requests of one call begin with. Engines abort by prefix, hence the fixed widths."""
-    return f"{boot_prefix(gateway, boot)}{call:010d}-"
+    return f"{gateway}-{boot:08d}-{call:010d}-"
 
 
 def rid(prefix: str, sample: int) -> str:
