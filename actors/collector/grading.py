@@ -32,6 +32,7 @@ def graded(
     for kind, name, rule in (
         ("invalid_tool_call", "invalid_tool_calls", rules.invalid_tool_calls),
         ("malformed_thinking", "malformed_thinking", rules.malformed_thinking),
+        ("malformed_answer", "malformed_answer", rules.malformed_answer),
     ):
         places = [f"turn {turn}, character {flaw.at}: {flaw.what}" for turn, flaw in found if flaw.kind == kind]
         if not places:

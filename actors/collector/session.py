@@ -17,7 +17,7 @@ from actors.gateway.client import (
     Record,
     Sample,
 )
-from actors.gateway.parsing import Flaw, Parsed, message_of, names_of, parse
+from actors.gateway.parsing import Flaw, Parsed, message_of
 from actors.gateway.sessions import Episode, describe
 from config.schema import RolloutConfig
 from contracts.events import Provenance
@@ -151,10 +151,10 @@ class RolloutSession:
         if plan.repeat:
             asked: dict[str, Any] = {"input_ids": [], "prefix_ids": plan.prefix}
         else:
-            asked = {"messages": restored, "prefix_ids": plan.prefix, "carried": plan.carried, "tools": tools}
-        answer = await self._ask(**asked)
+            asked = {"messages": restored, "prefix_ids": plan.prefix, "carried": plan.carried}
+        answer = await self._ask(**asked, tools=tools, parse=True)
         sample = answer.samples[0]
-        parsed = sample.parsed or parse(sample.text, names_of(tools))
+        parsed = sample.parsed or Parsed(sample.text)
         self._episode.add(plan, restored, tools, answer.prompt_ids, sample, parsed)
         return _completion(answer, parsed)
 

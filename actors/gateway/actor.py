@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from actors.gateway.answers import Answers, load
 from actors.gateway.client import (
     PROBLEMS,
     DeadlineProblem,
@@ -35,8 +36,10 @@ from actors.gateway.state import (
     State,
     gate,
 )
+from actors.gateway.templates import TemplateError
 from actors.gateway.tokens import ModelFilesError, Tokens
 from actors.gateway.upstream import AnswerError, Arriving, Draft, Job, absorb, body, rids, size_limit
+from actors.startup import uncollected
 from config.schema import RunConfig
 from contracts.core import Context, Fatal
 
@@ -120,14 +123,14 @@ class GatewayShell:
     async def start(self, context: Context) -> None:
         """Load the tokenizer and listen; callers wait until `Announce`. Raises `Fatal`."""
         self._context = context
-        self._tokens = await asyncio.to_thread(self._load_tokens)
+        self._tokens, self._answers = await asyncio.to_thread(self._load_model)
         self._engines = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             cookie_jar=aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
         )
         longest = min(self._tokens.context, self._config.engine.max_total_tokens)
-        serving = Serving(self._tokens, longest, self._config.gateway, context.clock, self._submit)
+        serving = Serving(self._tokens, self._answers, longest, self._config.gateway, context.clock, self._submit)
         self._server = Server(serving, self._status)
         self._url = await self._server.start(self._config.network.host, patient=context.boot > 1)
 
@@ -163,14 +166,18 @@ class GatewayShell:
         if self._engines is not None:
             await self._engines.close()
 
-    def _load_tokens(self) -> Tokens:
+    def _load_model(self) -> tuple[Tokens, Answers]:
         from actors import models
 
         source = self._config.model.source
         try:
-            return Tokens(models.resolve(source, models.cache_dir(), self._config.model.params))
+            tokens = Tokens(models.resolve(source, models.cache_dir(), self._config.model.params))
+            with uncollected():
+                return tokens, load(self._config.rollout.response_template, tokens)
         except (models.ModelError, ModelFilesError) as error:
             raise Fatal(f"model.source={source!r}: {error}") from error
+        except TemplateError as error:
+            raise Fatal(str(error)) from error
 
     # --- callers -----------------------------------------------------------------------------------------------------
 

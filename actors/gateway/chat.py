@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from actors.gateway.client import DataProblem, DeadlineProblem, Generated, Problem, Sample, SamplingForm
 from actors.gateway.episodes import Episodes, Held
-from actors.gateway.parsing import Parsed, names_of, parse
+from actors.gateway.parsing import Parsed
 from actors.gateway.serving import Live, Serving
 from actors.gateway.sessions import Plan, canonical
 from actors.gateway.upstream import Job, seed_of
@@ -42,19 +43,12 @@ class Served(msgspec.Struct, frozen=True, kw_only=True):
     asked: Ask
 
 
-def offered(tools: Sequence[Mapping[str, Any]] | None) -> list[str] | None:
-    """The names of the tools that are offered. Raises `DataProblem` for one without."""
-    try:
-        return names_of(tools)
-    except ValueError as error:
-        raise DataProblem(str(error)) from error
-
-
 class Chat:
     """Answers asks, those of `episodes` and others."""
 
     def __init__(self, serving: Serving, episodes: Episodes) -> None:
         self._tokens = serving.tokens
+        self._answers = serving.answers
         self._context = serving.context
         self._config = serving.config
         self._clock = serving.clock
@@ -91,8 +85,8 @@ class Chat:
         )
         deadline_at = self.deadline(ask, arrived_at)
         job = self.job(f"anonymous-{next(self._anonymous)}", prompt, sampling, ask.n, deadline_at)
-        generated = await self._sampled(job, live)
-        return self._served(ask, generated, None)
+        generated = await self._sampled(job, ask, live)
+        return await self._served(ask, generated, None)
 
     async def _turn(self, ask: Ask, held: Held, arrived_at: float, live: Live | None) -> Served:
         if ask.n != 1:
@@ -115,14 +109,14 @@ class Chat:
         )
         deadline_at = min(held.deadline_at, self.deadline(ask, arrived_at))
         assert ask.session is not None
-        generated = await self._sampled(self.job(ask.session, prompt, sampling, 1, deadline_at), live)
-        served = self._served(ask, generated, turn)
+        generated = await self._sampled(self.job(ask.session, prompt, sampling, 1, deadline_at), ask, live)
+        served = await self._served(ask, generated, turn)
         episode.add(plan, ask.messages, ask.tools, prompt, served.samples[0], served.answers[0])
         return served
 
-    async def _sampled(self, job: Job, live: Live | None) -> Generated:
+    async def _sampled(self, job: Job, ask: Ask, live: Live | None) -> Generated:
         if live is not None:
-            live.thinking = self._tokens.thinking(job.prompt_ids)
+            live.follow = partial(self._answers.follow, job.prompt_ids, ask.tools)
         return await self._submit(job, live)
 
     async def _prompt(self, ask: Ask, plan: Plan) -> list[int]:
@@ -155,16 +149,13 @@ class Chat:
             deadline_at=deadline_at,
         )
 
-    def parsed(self, prompt: list[int], text: str, tools: Sequence[Mapping[str, Any]] | None) -> Parsed:
-        return parse(text, offered(tools), self._tokens.thinking(prompt))
-
     def deadline(self, ask: Ask, arrived_at: float) -> float:
         """When an ask that arrived then must have its answer."""
         limit = self._config.request_deadline_s
         return arrived_at + min(ask.deadline_s or limit, limit)
 
-    def _served(self, ask: Ask, generated: Generated, turn: int | None) -> Served:
-        answers = [self.parsed(generated.prompt_ids, sample.text, ask.tools) for sample in generated.samples]
+    async def _served(self, ask: Ask, generated: Generated, turn: int | None) -> Served:
+        answers = [await self._answers.parsed(generated.prompt_ids, sample, ask.tools) for sample in generated.samples]
         return Served(
             prompt_ids=generated.prompt_ids,
             samples=generated.samples,

@@ -45,7 +45,7 @@ class Sample(msgspec.Struct, frozen=True):
     """One completion. `logprobs`: natural log of each output token's probability, finite and <= 0. `spans` tile it.
 
     `output_ids` include the end token, `text` leaves special tokens out. `finish_reason`: `stop` or `length`.
-    `parsed`: the text taken apart, of chat only.
+    `parsed`: the answer taken apart, if that was asked for.
     """
 
     output_ids: list[int]
@@ -179,17 +179,19 @@ class GatewayClient:
         prefix_ids: Sequence[int] = (),
         carried: int = 0,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        parse: bool = False,
         n: int = 1,
     ) -> Generated:
         """Sample `n` completions of one prompt, given as text, chat messages or token ids.
 
         `session` names the episode: its turns go to one engine where possible. `prefix_ids` are the exact ids that the
         episode carries already. `prompt` and `input_ids` are what follows them; `messages` is the whole conversation,
-        of which the first `carried` are in `prefix_ids`. Raises `DataProblem`, `InfraProblem` or `DeadlineProblem`.
+        of which the first `carried` are in `prefix_ids`. With `parse`, messages or
+        tools, samples come taken apart (`parsed`). Raises `DataProblem`, `InfraProblem` or `DeadlineProblem`.
         """
         body: dict[str, Any] = {"session": session, "n": n, "deadline_s": deadline_s, "sampling": _sampling(sampling)}
         given = {"prompt": prompt, "messages": messages, "input_ids": input_ids, "prefix_ids": prefix_ids or None}
-        given |= {"tools": tools, "carried": carried or None}
+        given |= {"tools": tools, "carried": carried or None, "parse": parse or None}
         body |= {name: value for name, value in given.items() if value is not None}
         return await self._ask("/generate", body, deadline_s, _generated)
 

@@ -14,7 +14,8 @@ import msgspec
 import structlog
 from aiohttp import web
 
-from actors.gateway.chat import Ask, Chat, Served, offered
+from actors.gateway.answers import offered
+from actors.gateway.chat import Ask, Chat, Served
 from actors.gateway.client import DataProblem, Generated, OpenForm, Problem, SamplingForm
 from actors.gateway.episodes import Episodes
 from actors.gateway.openai import (
@@ -29,7 +30,6 @@ from actors.gateway.openai import (
 from actors.gateway.overdue import Overdue
 from actors.gateway.serving import Live, Serving
 from actors.gateway.streams import ChatStream, ResponsesStream
-from actors.gateway.tokens import Tokens
 from actors.gateway.upstream import Job
 from actors.network import address_of
 from contracts.core import Fatal
@@ -61,6 +61,8 @@ class GenerateForm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefix_ids: list[int] = []
     carried: Annotated[int, msgspec.Meta(ge=0)] = 0
     tools: list[dict[str, Any]] | None = None
+    parse: bool = False
+    """Take the answers apart, as is done with `messages` or `tools` anyway."""
     n: Annotated[int, msgspec.Meta(ge=1, le=SAMPLES_MAX)] = 1
     deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
 
@@ -76,7 +78,7 @@ class Server:
     """
 
     def __init__(self, serving: Serving, status: Callable[[], dict[str, Any]]) -> None:
-        self._tokens = serving.tokens
+        self._tokens, self._answers = serving.tokens, serving.answers
         self._config = serving.config
         self._clock = serving.clock
         self._submit = serving.submit
@@ -140,14 +142,14 @@ class Server:
         async def answer() -> bytes:
             form = _parse(await request.read())
             generated = await self._submit(await self._job(form, arrived_at), None)
-            return msgspec.json.encode(self._taken_apart(generated, form) if form.messages or form.tools else generated)
+            return msgspec.json.encode(await self._taken_apart(generated, form) if _parses(form) else generated)
 
         return await self._answered(request, answer())
 
-    def _taken_apart(self, generated: Generated, form: GenerateForm) -> Generated:
+    async def _taken_apart(self, generated: Generated, form: GenerateForm) -> Generated:
         replace = msgspec.structs.replace
         samples = [
-            replace(sample, parsed=self._chat.parsed(generated.prompt_ids, sample.text, form.tools))
+            replace(sample, parsed=await self._answers.parsed(generated.prompt_ids, sample, form.tools))
             for sample in generated.samples
         ]
         return replace(generated, samples=samples)
@@ -182,6 +184,7 @@ class Server:
         return self._chat.job(form.session, prompt_ids, form.sampling, form.n, deadline_at)
 
     async def _prompt(self, form: GenerateForm) -> list[int]:
+        offered(form.tools)
         given = [name for name in ("input_ids", "prompt", "messages") if getattr(form, name) is not None]
         if len(given) != 1:
             raise DataProblem(f"exactly one of input_ids, prompt and messages is due, got {', '.join(given) or 'none'}")
@@ -189,7 +192,6 @@ class Server:
         if form.prompt is not None:
             return await self._tokens.text_ids(form.prompt, form.prefix_ids)
         if form.messages is not None:
-            offered(form.tools)
             return await self._tokens.chat_ids(form.messages, form.prefix_ids, form.carried, form.tools)
         self._tokens.check("input_ids", form.input_ids or [])
         return [*form.prefix_ids, *(form.input_ids or [])]
@@ -222,7 +224,7 @@ class Server:
         request: web.Request,
         read: Callable[[bytes], tuple[F, Ask]],
         finished: Callable[[Served, F], dict[str, Any]],
-        streamed: Callable[[F, Tokens, list[str] | None], ChatStream | ResponsesStream],
+        streamed: Callable[[F], ChatStream | ResponsesStream],
     ) -> web.StreamResponse:
         """Read, sample, answer: whole, or piece by piece as it is sampled."""
         arrived_at = self._clock.now()
@@ -238,7 +240,7 @@ class Server:
             return await self._send(request, self._refusal(error))
         if response is not None:
             return await self._send(request, response)
-        return await self._stream(request, ask, arrived_at, streamed(form, self._tokens, offered(ask.tools)))
+        return await self._stream(request, ask, arrived_at, streamed(form))
 
     async def _stream(
         self, request: web.Request, ask: Ask, arrived_at: float, stream: ChatStream | ResponsesStream
@@ -286,6 +288,10 @@ class Server:
 
     async def _report(self, request: web.Request) -> web.Response:
         return web.Response(body=msgspec.json.encode(self._status()), content_type=_JSON)
+
+
+def _parses(form: GenerateForm) -> bool:
+    return form.parse or form.messages is not None or form.tools is not None
 
 
 def _parse(data: bytes) -> GenerateForm:

@@ -13,7 +13,8 @@ from uuid import uuid4
 
 import msgspec
 
-from actors.gateway.chat import Ask, Served, offered
+from actors.gateway.answers import offered
+from actors.gateway.chat import Ask, Served
 from actors.gateway.client import DataProblem, Sample
 from actors.gateway.parsing import Parsed
 

@@ -1,8 +1,8 @@
 """From a model's text to what an agent reads: thinking, tool calls, content, and what is wrong with them.
 
-Read are the forms of Hermes and Qwen: `<think>...</think>` before the answer, and `<tool_call>{"name": ...,
-"arguments": {...}}</tool_call>` blocks in it. Nothing is ever repaired: a broken block stays in the content and is
-named among the problems.
+This is for models without a response template (`templates`). Read are the forms of Hermes and Qwen:
+`<think>...</think>` before the answer, and `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` blocks in it.
+Nothing is ever repaired: a broken block stays in the content and is named among the problems.
 """
 
 from __future__ import annotations
@@ -27,10 +27,16 @@ class ToolCall(msgspec.Struct, frozen=True):
     arguments: str
 
 
-class Flaw(msgspec.Struct, frozen=True):
-    """One thing wrong with an answer: which kind, where in the text (characters), and what."""
+FlawKind = Literal["invalid_tool_call", "malformed_thinking", "malformed_answer"]
 
-    kind: Literal["invalid_tool_call", "malformed_thinking"]
+
+class Flaw(msgspec.Struct, frozen=True):
+    """One thing wrong with an answer: which kind, where in the text (characters), and what.
+
+    `malformed_answer` is text that fits into no part of a response template, or a part that it requires and misses.
+    """
+
+    kind: FlawKind
     at: int
     what: str
 
@@ -111,6 +117,29 @@ def names_of(tools: Sequence[Mapping[str, Any]] | None) -> list[str] | None:
     return names
 
 
+def tool_call(name: Any, arguments: Any) -> ToolCall:
+    """A call as it was parsed. Raises `ValueError` saying what no agent could use of it."""
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"name is {name!r}"[:200])
+    if not isinstance(arguments, dict):
+        raise ValueError(f"arguments of {name[:80]!r} are {type(arguments).__name__}, an object is due")
+    try:
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        (name + text).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"name or arguments of {name[:80]!r} have half a character: {error.reason}") from error
+    except ValueError as error:
+        raise ValueError(f"arguments of {name[:80]!r} are not JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"arguments of {name[:80]!r} are nested too deeply") from error
+    return ToolCall(name, text)
+
+
+def unknown(name: str, tools: Collection[str]) -> str:
+    """What is wrong with a call of a tool that was not offered."""
+    return f"no tool {name[:80]!r} was offered, only {', '.join(sorted(tools)) or 'none'}"
+
+
 def _thinking(text: str, opened: bool) -> tuple[str | None, int, list[Flaw]]:
     """The thinking, where the content begins, and the flaws."""
     flaws = []
@@ -147,8 +176,7 @@ def _calls(text: str, offset: int, tools: Collection[str]) -> tuple[tuple[ToolCa
             flaws.append(Flaw("invalid_tool_call", at, what))
             continue
         if call.name not in tools:
-            known = ", ".join(sorted(tools)) or "none"
-            flaws.append(Flaw("invalid_tool_call", at, f"no tool {call.name[:80]!r} was offered, only {known}"))
+            flaws.append(Flaw("invalid_tool_call", at, unknown(call.name, tools)))
         calls.append(call)
         rest.append(text[last : block.start()])
         last = block.end()
@@ -168,14 +196,14 @@ def _call(block: str) -> tuple[ToolCall | None, str]:
         data: Any = json.loads(block)
     except ValueError as error:
         return None, f"not JSON: {error}"
+    except RecursionError:
+        return None, "not JSON that can be read: nested too deeply"
     if not isinstance(data, dict):
         return None, f"a JSON object is due, not {type(data).__name__}"
-    name, arguments = data.get("name"), data.get("arguments", {})
-    if not isinstance(name, str) or not name:
-        return None, f"name is {name!r}"
-    if not isinstance(arguments, dict):
-        return None, f"arguments of {name!r} are {type(arguments).__name__}, an object is due"
-    return ToolCall(name, json.dumps(arguments, ensure_ascii=False)), ""
+    try:
+        return tool_call(data.get("name"), data.get("arguments", {})), ""
+    except ValueError as error:
+        return None, str(error)
 
 
 def _visible(text: str, tools: Collection[str] | None, bare: bool, ended: bool) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from actors.gateway.answers import Answers, Follower
 from actors.gateway.client import Generated
 from actors.gateway.tokens import Tokens
 from actors.gateway.upstream import Job
@@ -27,8 +28,8 @@ class Live:
     def __init__(self) -> None:
         self.drafts: Sequence[Drafted] = ()
         self.news = asyncio.Event()
-        self.thinking = False
-        """The prompt ended within thinking."""
+        self.follow: Callable[[], Follower] | None = None
+        """Begins to follow one of the samples. Set before there are drafts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,7 @@ class Serving:
     """
 
     tokens: Tokens
+    answers: Answers
     context: int
     config: GatewayConfig
     clock: Clock

@@ -7,7 +7,7 @@ is kept for it but the answer itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -16,9 +16,8 @@ import msgspec
 from actors.gateway.chat import Served
 from actors.gateway.client import Sample
 from actors.gateway.openai import ChatForm, ResponsesForm, chat_answer, logprobs_of, new_id, responses_answer
-from actors.gateway.parsing import Shown, shown
+from actors.gateway.parsing import Parsed, Shown
 from actors.gateway.serving import Live
-from actors.gateway.tokens import Tokens, Unfolding
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -33,28 +32,23 @@ class Told(msgspec.Struct, frozen=True):
 class Teller:
     """Says of one sample what is new. The pieces add up to `Shown` at the end."""
 
-    def __init__(self, tokens: Tokens, tools: Collection[str] | None, thinking: bool) -> None:
-        self._unfolding = Unfolding(tokens)
-        self._tools, self._thinking = tools, thinking
-        self._text = ""
+    def __init__(self, live: Live) -> None:
+        assert live.follow is not None
+        self._follower = live.follow()
         self._seen = 0
         self.shown = Shown(None, "")
 
     def news(self, ids: Sequence[int]) -> Told:
         """`ids` are all that are known, and more will follow."""
-        fresh, self._text = ids[self._seen :], self._text + self._unfolding.more(ids)
-        return self._tell(len(fresh), ended=False)
+        return self._tell(len(ids), self._follower.more(ids))
 
-    def end(self, sample: Sample) -> Told:
+    def end(self, sample: Sample, answer: Parsed) -> Told:
         """The sample is whole."""
-        count = len(sample.output_ids) - self._seen
-        if sample.text.startswith(self._text):
-            self._text = sample.text
-        return self._tell(count, ended=True)
+        return self._tell(len(sample.output_ids), self._follower.end(sample, answer))
 
-    def _tell(self, count: int, ended: bool) -> Told:
-        start, self._seen = self._seen, self._seen + count
-        before, self.shown = self.shown, shown(self._text, self._tools, self._thinking, ended)
+    def _tell(self, count: int, now: Shown) -> Told:
+        start, self._seen = self._seen, count
+        before, self.shown = self.shown, now
         reasoning = (self.shown.reasoning or "")[len(before.reasoning or "") :]
         return Told(reasoning, self.shown.content[len(before.content) :], start, self._seen)
 
@@ -64,8 +58,8 @@ class ChatStream:
 
     closing = b"data: [DONE]\n\n"
 
-    def __init__(self, form: ChatForm, tokens: Tokens, tools: Collection[str] | None) -> None:
-        self._form, self._tokens, self._tools = form, tokens, tools
+    def __init__(self, form: ChatForm) -> None:
+        self._form = form
         self._id, self._created = f"chatcmpl-{uuid4().hex}", int(time.time())
         self._tellers: list[Teller] = []
 
@@ -80,7 +74,8 @@ class ChatStream:
     def end(self, served: Served, live: Live) -> Iterator[dict[str, Any]]:
         """The rest, once the answer is whole."""
         yield from self._begin(len(served.samples), live)
-        rest = [teller.end(sample) for teller, sample in zip(self._tellers, served.samples, strict=True)]
+        whole = zip(self._tellers, served.samples, served.answers, strict=True)
+        rest = [teller.end(sample, answer) for teller, sample, answer in whole]
         answer = chat_answer(as_shown(served, self._tellers), self._form)
         for choice, told, sample in zip(answer["choices"], rest, served.samples, strict=True):
             index, message = choice["index"], choice["message"]
@@ -98,7 +93,7 @@ class ChatStream:
     def _begin(self, samples: int, live: Live) -> Iterator[dict[str, Any]]:
         if self._tellers:
             return
-        self._tellers = [Teller(self._tokens, self._tools, live.thinking) for _ in range(samples)]
+        self._tellers = [Teller(live) for _ in range(samples)]
         for index in range(samples):
             yield self._chunk(index, {"role": "assistant"})
 
@@ -131,8 +126,8 @@ class ResponsesStream:
 
     closing = b""
 
-    def __init__(self, form: ResponsesForm, tokens: Tokens, tools: Collection[str] | None) -> None:
-        self._form, self._tokens, self._tools = form, tokens, tools
+    def __init__(self, form: ResponsesForm) -> None:
+        self._form = form
         self._id, self._created = new_id("resp"), int(time.time())
         self._teller: Teller | None = None
         self._number = 0
@@ -151,7 +146,7 @@ class ResponsesStream:
         """The rest, once the answer is whole."""
         yield from self._begin(live)
         assert self._teller is not None
-        yield from self._said(self._teller.end(served.samples[0]))
+        yield from self._said(self._teller.end(served.samples[0], served.answers[0]))
         answer = responses_answer(as_shown(served, [self._teller]), self._form)
         answer |= {"id": self._id, "created_at": self._created}
         for known, item in zip(self._items, answer["output"], strict=False):
@@ -166,7 +161,7 @@ class ResponsesStream:
     def _begin(self, live: Live) -> Iterator[dict[str, Any]]:
         if self._teller is not None:
             return
-        self._teller = Teller(self._tokens, self._tools, live.thinking)
+        self._teller = Teller(live)
         model = self._form.model or "policy"
         known = {"id": self._id, "object": "response", "created_at": self._created, "model": model}
         known |= {"status": "in_progress", "output": [], "error": None, "incomplete_details": None}

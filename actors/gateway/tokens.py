@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,16 @@ class ModelFilesError(Exception):
 
 
 class Tokens:
-    """`vocabulary`: ids run from 0 to below it. `context`: tokens a sequence may have. `eos`: ids that end one."""
+    """`vocabulary`: ids run from 0 to below it. `context`: tokens a sequence may have. `eos`: ids that end one.
+
+    `family`: the model's type. `specials`: the tokens that are no text. `response_template`: the tokenizer's own,
+    unchecked, or None.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Read tokenizer and limits from a Hugging Face checkpoint directory. Raises `ModelFilesError`."""
         config = _read(directory / "config.json")
+        self.family = str(config.get("model_type", ""))
         config |= config.get("text_config", {})
         for field in ("vocab_size", "max_position_embeddings"):
             if not isinstance(config.get(field), int):
@@ -55,6 +60,10 @@ class Tokens:
         self.eos = _end_ids(directory, config)
         self._directory = directory
         self._tokenizer = _tokenizer(directory / "tokenizer.json")
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self.specials = [token.content for token in added if token.special]
+        settings = directory / "tokenizer_config.json"
+        self.response_template: Any = _read(settings).get("response_template") if settings.exists() else None
         self._chat: Any = None
         self._loading = threading.Lock()
 
@@ -90,11 +99,15 @@ class Tokens:
 
     def thinking(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends within thinking that its template opened."""
-        return self._tokenizer.decode(prompt[-8:], skip_special_tokens=False).rstrip().endswith(THINK)
+        return self.raw(prompt[-8:]).rstrip().endswith(THINK)
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of sampled ids, without special tokens."""
         return self._tokenizer.decode(ids, skip_special_tokens=True)
+
+    def raw(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens and all."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def check(self, name: str, ids: Sequence[int]) -> None:
         """Raises `DataProblem` naming the first id that the model does not have."""
@@ -163,14 +176,15 @@ class Tokens:
 class Unfolding:
     """The text of ids that grow, piece by piece. A character whose bytes are not all there is kept back a while."""
 
-    def __init__(self, tokens: Tokens) -> None:
-        self._tokens = tokens
+    def __init__(self, text: Callable[[Sequence[int]], str]) -> None:
+        """`text`: of ids, as `Tokens` has it."""
+        self._text = text
         self._from = self._done = 0
 
     def more(self, ids: Sequence[int]) -> str:
         """What can be read of `ids` beyond the last call; the ids before have not changed."""
-        known = self._tokens.text(ids[self._from : self._done])
-        text = self._tokens.text(ids[self._from :])
+        known = self._text(ids[self._from : self._done])
+        text = self._text(ids[self._from :])
         unfinished = text.endswith("\ufffd") and len(ids) - self._done < CHARACTER
         if len(text) <= len(known) or unfinished:
             return ""

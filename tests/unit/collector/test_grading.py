@@ -38,6 +38,13 @@ def test_flaws_cost_what_their_rule_says_once_a_kind(rules: Any, reward: float, 
     assert found.info["invalid_tool_calls"] == "turn 2, character 5: not JSON"
 
 
+def test_text_in_no_form_is_counted_and_costs_what_its_rule_says():
+    flaw = Flaw("malformed_answer", 4, "'oops' is in no field of the template")
+    found = graded(FOUND, [(1, flaw)], [""], None, RolloutConfig(malformed_answer="penalise", flaw_penalty=2.0))
+    assert (found.reward, found.components["malformed_answer"]) == (-1.5, 1.0)
+    assert graded(FOUND, [(1, flaw)], [""], None, RolloutConfig(malformed_answer="mask")).mask is not None
+
+
 def test_the_environments_own_mask_is_kept():
     masked = Outcome(reward=0.0, mask="cheated")
     assert graded(masked, [CALL], [], None, RolloutConfig(invalid_tool_calls="mask")).mask == "cheated"

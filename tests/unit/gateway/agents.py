@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import aiohttp
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from actors.gateway.answers import Answers
 from actors.gateway.client import Generated, Sample, Span
 from actors.gateway.http import Server
 from actors.gateway.serving import Live, Serving
@@ -41,10 +42,10 @@ RE_RENDERING = """\
 """Drops the thinking of every turn, trims white space, and writes tool calls in its own way."""
 
 
-def write_chat_model(directory: Path, context: int = 100_000) -> Path:
-    """All of ASCII as tokens, some merged ones, and a ChatML-like template that re-renders."""
+def write_chat_model(directory: Path, context: int = 100_000, specials: Sequence[str] = ()) -> Path:
+    """All of ASCII as tokens, some merged ones, more special ones, and a ChatML-like template that re-renders."""
     directory.mkdir(parents=True, exist_ok=True)
-    specials = ["<pad>", "<|im_end|>", "<|im_start|>"]
+    specials = ["<pad>", "<|im_end|>", "<|im_start|>", *specials]
     letters = [chr(code) for code in range(32, 127)] + ["\n"]
     ids = {piece: number for number, piece in enumerate([*specials, *letters, *MERGED])}
     tokenizer = Tokenizer(models.WordLevel(ids, unk_token="<pad>"))
@@ -74,8 +75,8 @@ class Policy:
         return Generated(job.prompt_ids, [self.sample(text) for _ in range(job.n)], 0.25)
 
     def sample(self, text: str) -> Sample:
-        vocabulary = self.tokens._tokenizer.token_to_id
-        ids = [vocabulary(letter) for letter in text] + ([1] if self.finish == "stop" else [])
+        vocabulary = self.tokens._tokenizer.get_vocab()
+        ids = [vocabulary[letter] for letter in text] + ([1] if self.finish == "stop" else [])
         spans = [Span(0, len(ids), 7, "engine-0", 1)]
         return Sample(ids, [-1.0] * len(ids), spans, self.finish, self.tokens.text(ids))
 
@@ -93,6 +94,7 @@ class Front:
         tokens: Tokens,
         submit: Callable[[Job], Awaitable[Generated]],
         follow: Callable[[Job, Live], Awaitable[Generated]] | None = None,
+        answers: Answers | None = None,
         **config: Any,
     ) -> None:
         """`follow` is asked instead of `submit` where an answer is streamed."""
@@ -101,7 +103,9 @@ class Front:
             return await (submit(job) if follow is None or live is None else follow(job, live))
 
         clock: Any = Clock()
-        self.server = Server(Serving(tokens, tokens.context, GatewayConfig(**config), clock, asked), dict)
+        self.server = Server(
+            Serving(tokens, answers or Answers(tokens), tokens.context, GatewayConfig(**config), clock, asked), dict
+        )
 
     async def __aenter__(self) -> Front:
         self.url = await self.server.start("127.0.0.1", patient=False)

@@ -49,6 +49,9 @@ def test_arguments_may_be_left_out_and_keep_their_letters():
         ('{"arguments": {}}', "name is None"),
         ('{"name": ""}', "name is ''"),
         ('{"name": "f", "arguments": "x"}', "arguments of 'f' are str"),
+        ('{"name": "f", "arguments": {"x": "\\ud800"}}', "name or arguments of 'f' have half a character"),
+        ('{"name": "f", "arguments": {"x": NaN}}', "arguments of 'f' are not JSON"),
+        ("[" * 100_000, "not JSON that can be read"),
     ],
 )
 def test_a_broken_call_stays_in_the_content_and_is_named(block: str, what: str):

@@ -66,10 +66,10 @@ def test_a_character_is_shown_when_its_bytes_are_there_or_never_will_be():
         def text(self, ids: list[int]) -> str:
             return bytes(ids).decode(errors="replace")
 
-    unfolding = Unfolding(Bytes())  # pyright: ignore[reportArgumentType]
+    unfolding = Unfolding(Bytes().text)  # pyright: ignore[reportArgumentType]
     ids = list("aé".encode())
     assert [unfolding.more(ids[: n + 1]) for n in range(3)] == ["a", "", "é"]
-    broken = Unfolding(Bytes())  # pyright: ignore[reportArgumentType]
+    broken = Unfolding(Bytes().text)  # pyright: ignore[reportArgumentType]
     said = [broken.more([0xE2] * n) for n in range(1, CHARACTER + 1)]
     assert said[:-1] == [""] * (CHARACTER - 1)
     assert said[-1]
