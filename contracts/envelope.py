@@ -6,7 +6,7 @@ not belong to the stream, or that this version does not know, is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -67,6 +67,7 @@ BROADCAST_STREAMS = tuple(name for name in STREAMS if name not in WORK_STREAMS)
 """Streams that every reader sees whole, at its own cursor."""
 
 _encoder = msgspec.msgpack.Encoder()
+_all_decoder = msgspec.msgpack.Decoder(list[Envelope[Event]])
 _decoders = {name: msgspec.msgpack.Decoder(Envelope[union]) for name, union in STREAMS.items()}  # pyright: ignore[reportInvalidTypeForm]
 
 
@@ -84,6 +85,22 @@ def encode(envelope: Envelope[Any]) -> bytes:
     if home != envelope.stream:
         raise ContractError(f"{type(envelope.body).__name__} belongs to stream {home!r}, not {envelope.stream!r}")
     return _encoder.encode(envelope)
+
+
+def decode_all(streams: list[str], data: Sequence[bytes]) -> list[Envelope[Event]]:
+    """What `decode` answers for each entry, by one call of the decoder, which costs less.
+
+    Raises `ContractError` as `decode` does for the first that can't be read.
+    """
+    if not data:
+        return []
+    try:
+        found = _all_decoder.decode(b"".join((b"\xdd", len(data).to_bytes(4, "big"), *data)))
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        return [decode(stream, each) for stream, each in zip(streams, data, strict=True)]
+    if [STREAM_OF[type(each.body)] for each in found] != streams or max(each.schema for each in found) > SCHEMA:
+        return [decode(stream, each) for stream, each in zip(streams, data, strict=True)]
+    return found
 
 
 def decode(stream: str, data: bytes) -> Envelope[Event]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import os
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,7 @@ import msgspec
 from actors.recorder import archive
 from actors.recorder.ordering import START, advance, number, numbers, settled
 from contracts.core import Entry
-from contracts.envelope import STREAMS, ContractError, Envelope, decode
+from contracts.envelope import STREAMS, ContractError, Envelope, decode, decode_all
 from contracts.events import Event, RunFinished, TaskIssued
 from pipeline.errors import Exit, PipelineError
 from pipeline.rundir import RunDir
@@ -33,6 +33,38 @@ START_EVERY_S = 0.5
 
 Item = tuple[Entry, Envelope[Event], int]
 """An event: its entry, decoded, and its place in the log."""
+
+
+class Batch(msgspec.Struct, frozen=True, gc=False):
+    """Events that follow each other, by what their `Item`s hold: folds want columns."""
+
+    entries: Sequence[Entry]
+    envelopes: Sequence[Envelope[Any]]
+    positions: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def items(self) -> Iterator[Item]:
+        return zip(self.entries, self.envelopes, self.positions, strict=True)
+
+    def within(self, behind: int, upto: int) -> Batch:
+        """Those whose place lies behind `behind`, and not behind `upto`."""
+        if self.positions and behind < min(self.positions) and max(self.positions) <= upto:
+            return self
+        return gathered(item for item in self.items() if behind < item[2] <= upto)
+
+
+def gathered(items: Iterable[Item]) -> Batch:
+    """The batch of these events."""
+    columns = list(zip(*items, strict=True)) or ((), (), ())
+    return Batch(*columns)
+
+
+def decoded(entries: Sequence[Entry]) -> Batch:
+    """The batch of these entries. Raises `ContractError` of the first that can't be read."""
+    envelopes = decode_all([entry.stream for entry in entries], [entry.data for entry in entries])
+    return Batch(entries, envelopes, numbers(entries))
 
 
 def lines(run: RunDir, chosen: Filter, *, follow: bool) -> Iterator[bytes]:
@@ -104,11 +136,10 @@ def archived(run: RunDir, behind: Mapping[str, int] | None = None) -> Iterator[t
     Raises `PipelineError` if the archive is damaged.
     """
     for batch in batches(run, behind):
-        for entry, envelope, _ in batch:
-            yield entry, envelope
+        yield from zip(batch.entries, batch.envelopes, strict=True)
 
 
-def batches(run: RunDir, behind: Mapping[str, int] | None = None, size: int = BATCH) -> Iterator[list[Item]]:
+def batches(run: RunDir, behind: Mapping[str, int] | None = None, size: int = BATCH) -> Iterator[Batch]:
     """What `archived` answers, `size` events at a time, which costs less: what is folded is folded so.
 
     Raises `PipelineError` if the archive is damaged.
@@ -119,8 +150,7 @@ def batches(run: RunDir, behind: Mapping[str, int] | None = None, size: int = BA
             if known:
                 entries = [entry for entry in entries if number(entry.entry) > known.get(entry.stream, -1)]
             if entries:
-                envelopes = [decode(entry.stream, entry.data) for entry in entries]
-                yield list(zip(entries, envelopes, numbers(entries), strict=True))
+                yield decoded(entries)
     except archive.ArchiveError as error:
         raise PipelineError(str(error), Exit.FAILED) from error
     except ContractError as error:
@@ -182,7 +212,7 @@ def _added(run: RunDir, last: dict[str, str]) -> Iterator[tuple[Entry, Envelope[
 
 def numbered(run: RunDir) -> Iterator[tuple[int, Envelope[Event]]]:
     """Every archived event with its place in the log. Raises `PipelineError` if the archive is damaged."""
-    return ((place, envelope) for batch in batches(run) for _, envelope, place in batch)
+    return (item for batch in batches(run) for item in zip(batch.positions, batch.envelopes, strict=True))
 
 
 def render(entry: Entry, envelope: Envelope[Event]) -> bytes:

@@ -6,7 +6,7 @@ Pure: `View` reads no clock; times are seconds since the Unix epoch, taken from 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -96,9 +96,8 @@ class View:
         self.training_finished = False
         self.stopping: str | None = None
         self.finished: str | None = None
-        self._handlers: dict[type, Callable[[Any, float], None]] = {
+        handlers: dict[type, Callable[[Any, float], None]] = {
             events.TaskIssued: self._task,
-            events.TrajectoryFinished: self._trajectory,
             events.SampleFailed: self._sample_failed,
             events.TrajectoryRejected: self._rejected,
             events.GroupDropped: self._dropped,
@@ -122,6 +121,9 @@ class View:
             events.RunStopping: self._run_stopping,
             events.RunFinished: self._run_finished,
         }
+        first = self._steps.handlers
+        self._table = {kind: (first.get(kind), handlers.get(kind)) for kind in {**first, **handlers}}
+        """Kind -> what is called with an event of it, in turn; samples are taken together, see `_sampled`."""
 
     def apply(self, envelope: Envelope[Event]) -> Row | None:
         """Consume one event; answers the row of a step that it finished."""
@@ -129,32 +131,42 @@ class View:
         return rows[0] if rows else None
 
     def apply_all(self, log: Iterable[Envelope[Event]]) -> View:
-        self.extend(log)
+        self.extend(list(log))
         return self
 
-    def extend(self, log: Iterable[Envelope[Event]]) -> list[Row]:
+    def extend(self, log: Sequence[Envelope[Event]]) -> list[Row]:
         """Consume the next events; answers the rows of the steps that they finished."""
-        handlers, rows, seen = self._handlers, [], 0
-        fold = self._steps.handlers
+        if not log:
+            return []
+        if self.started_at is None:
+            self.started_at = log[0].wall_ns / 1e9
+        handlers_of, rows, sampled = self._table.get, [], []
         for envelope in log:
             body: Any = envelope.body
-            kind, wall = type(body), envelope.wall_ns / 1e9
-            if self.started_at is None:
-                self.started_at = wall
-            self.last_at = wall
-            seen += 1
-            first, handler = fold.get(kind), handlers.get(kind)
-            if first is not None:
-                row = first(body, wall)
-                if row is not None:
-                    self._groups[row.version] = 0 if row.contents is None else row.contents.groups
-                    self.rows.append(row)
-                    rows.append(row)
-            if handler is not None:
-                handler(body, wall)
+            kind = type(body)
+            if kind is events.TrajectoryFinished:
+                sampled.append(envelope)
+                continue
+            handlers = handlers_of(kind)
+            if handlers is None:
+                continue
+            if kind is events.StepFinished:
+                self._sampled(sampled)
+                sampled = []
+            first, second = handlers
+            wall = envelope.wall_ns / 1e9
+            row = first(body, wall) if first is not None else None
+            if row is not None:
+                self._groups[row.version] = 0 if row.contents is None else row.contents.groups
+                self.rows.append(row)
+                rows.append(row)
+            if second is not None:
+                second(body, wall)
                 if envelope.boot == 0 and kind is events.ActorFailed:
                     self.deaths.setdefault(body.actor, []).append(wall)
-        self.events += seen
+        self._sampled(sampled)
+        self.last_at = log[-1].wall_ns / 1e9
+        self.events += len(log)
         return rows
 
     # --- what follows from the attributes ---
@@ -209,13 +221,21 @@ class View:
         if event.split == "train" and not event.only:
             self.issued += 1
 
-    def _trajectory(self, event: events.TrajectoryFinished, wall: float) -> None:
-        self.totals["trajectories"] += 1
-        self.totals["generated_tokens"] += event.completion_tokens
+    def _sampled(self, log: Sequence[Envelope[Any]]) -> None:
+        """Samples between one step and the next: nothing else looks at what they change."""
+        if not log:
+            return
+        samples = [envelope.body for envelope in log]
+        self._steps.finished(samples)
+        tokens = [sample.completion_tokens for sample in samples]
+        self.totals["trajectories"] += len(tokens)
+        self.totals["generated_tokens"] += sum(tokens)
         generated = self.generated
-        generated.append((wall, event.completion_tokens))
-        while generated[0][0] < wall - RATE_S:
-            generated.popleft()
+        for envelope, count in zip(log, tokens, strict=True):
+            wall = envelope.wall_ns / 1e9
+            generated.append((wall, count))
+            while generated[0][0] < wall - RATE_S:
+                generated.popleft()
 
     def _sample_failed(self, event: events.SampleFailed, wall: float) -> None:
         self.totals[f"failed:{event.failure}"] += 1

@@ -9,7 +9,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -219,16 +219,21 @@ class Steps:
         return None if handler is None else handler(envelope.body, envelope.wall_ns / 1e9)
 
     def _finished_sample(self, event: events.TrajectoryFinished, wall: float) -> None:
-        self._generated += event.completion_tokens
-        train, components = event.split == "train", event.components
-        self._finished += train
-        if not components:
-            return
-        if "noncontiguous" in components:
-            self._totals["noncontiguous"] += 1
+        self.finished((event,))
+
+    def finished(self, samples: Sequence[events.TrajectoryFinished]) -> None:
+        """Consume samples. Those between one step and the next may come together: only a row tells of them."""
+        self._generated += sum([sample.completion_tokens for sample in samples])
+        self._finished += [sample.split for sample in samples].count("train")
         sums = self._components
-        for name, value in components.items() if train else ():
-            sums[name] = sums.get(name, 0.0) + value
+        for sample in samples:
+            components = sample.components
+            if not components:
+                continue
+            if "noncontiguous" in components:
+                self._totals["noncontiguous"] += 1
+            for name, value in components.items() if sample.split == "train" else ():
+                sums[name] = sums.get(name, 0.0) + value
 
     def _failed_sample(self, event: events.SampleFailed, wall: float) -> None:
         self._totals["failed_samples"] += 1

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from itertools import chain
 
 from actors.recorder.metrics import Row
 from contracts.core import Entry
 from contracts.envelope import Envelope
 from contracts.events import Event
-from pipeline.eventlog import Item
+from pipeline.eventlog import Batch
 from pipeline.view import View
 from pipeline.why.model import Model
 
@@ -43,12 +43,12 @@ class Board:
         """Time of the last event."""
         return self.model.last_at
 
-    def extend(self, batch: Sequence[Item]) -> list[Row]:
+    def extend(self, batch: Batch) -> list[Row]:
         """Consume the next events; answers the rows of the steps that they finished."""
-        self.model.extend([(envelope, position) for _, envelope, position in batch])
-        self.recent.extend([(entry, envelope) for entry, envelope, _ in batch[-RECENT:]])
-        self.streams.update([entry.stream for entry, _, _ in batch])
-        return self.view.extend([envelope for _, envelope, _ in batch])
+        self.model.extend(batch.envelopes, batch.positions)
+        self.recent.extend(zip(batch.entries[-RECENT:], batch.envelopes[-RECENT:], strict=True))
+        self.streams.update([entry.stream for entry in batch.entries])
+        return self.view.extend(batch.envelopes)
 
     def copy(self) -> Board:
         """A board that goes on by itself. Events, and what is over, are never changed, so both may hold them."""
@@ -71,7 +71,7 @@ class History:
         self._every = every
         self._marks: list[Board] = [Board()]
 
-    def extend(self, batch: Sequence[Item]) -> None:
+    def extend(self, batch: Batch) -> None:
         self.board.extend(batch)
         if self.board.position - self._marks[-1].position >= self._every:
             self._mark()
@@ -93,11 +93,11 @@ def spacing(events: int) -> int:
     return max(2000, events // MARKS)
 
 
-def at(history: History, position: int, later: Iterable[Sequence[Item]]) -> Board:
+def at(history: History, position: int, later: Iterable[Batch]) -> Board:
     """The board at `position`. `later`: the log's events, at least those behind `history.before(position)`."""
     board = history.before(position)
     for batch in later:
-        board.extend([item for item in batch if board.position < item[2] <= position])
-        if batch[-1][2] > position:
+        board.extend(batch.within(board.position, position))
+        if batch.positions[-1] > position:
             break
     return board

@@ -6,18 +6,17 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
 
 from actors.recorder import archive
-from actors.recorder.ordering import START, number
+from actors.recorder.ordering import START
 from actors.startup import uncollected
 from config.schema import RunConfig
-from contracts.envelope import BROADCAST_STREAMS, STREAMS, WORK_STREAMS, decode
+from contracts.envelope import BROADCAST_STREAMS, STREAMS, WORK_STREAMS
 from pipeline import eventlog
 from pipeline.bus import Bus, BusError
 from pipeline.bus.model import Depth
 from pipeline.errors import Exit, PipelineError
-from pipeline.eventlog import Item
+from pipeline.eventlog import Batch
 from pipeline.rundir import RunDir
 from pipeline.top.board import Board, History, at, spacing
 from pipeline.why import load
@@ -91,11 +90,10 @@ class Feed:
                 return
             self._extend(batch)
 
-    def _extend(self, batch: Sequence[Item]) -> None:
+    def _extend(self, batch: Batch) -> None:
         with self.lock:
             self.history.extend(batch)
-        for entry, _, _ in batch:
-            self._last[entry.stream] = entry.entry
+        self._last.update({entry.stream: entry.entry for entry in batch.entries})
 
     async def _follow(self) -> None:
         """Until the run has finished, or nobody looks any more."""
@@ -106,7 +104,7 @@ class Feed:
         try:
             async with contextlib.aclosing(eventlog.pages(self._run, bus, cursors)) as pages:
                 async for page in pages:
-                    self._extend([(each, decode(each.stream, each.data), number(each.entry)) for each in page])
+                    self._extend(eventlog.decoded(page))
                     if self._stop.is_set() or self.history.board.view.finished is not None:
                         return
                     if time.monotonic() - looked_at >= LOOK_EVERY_S:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, NamedTuple, get_args
 
 import msgspec
 from aiohttp import web
@@ -23,8 +23,11 @@ from pipeline.ui._source import Source
 
 TEXT = 200
 """Longest text that may be searched for."""
+DIGITS = 15
 WIDTH = 8000
 """Widest timeline in pixels."""
+FAR = 1e9
+"""Seconds, or steps, beyond which nothing lies."""
 SOURCE = web.AppKey("source", Source)
 TOKENIZER = web.AppKey("tokenizer", dict)
 
@@ -48,14 +51,14 @@ async def _choices(request: web.Request) -> Any:
 
 
 async def _plots(request: web.Request) -> Any:
-    return request.app[SOURCE].data.charts(_number(request, "from"), _number(request, "to"))
+    return request.app[SOURCE].data.charts(*_range(request))
 
 
 async def _timeline(request: web.Request) -> Any:
     width = _whole(request, "width", 1200, 50, WIDTH)
-    begin, end = _number(request, "from"), _number(request, "to")
-    if begin is not None and end is not None and end <= begin:
-        raise Refused(f"to={end:g} lies before from={begin:g}")
+    begin, end = _range(request)
+    if begin is not None and begin == end:
+        raise Refused(f"to={end:g} is from={begin:g}: give a later one")
     return request.app[SOURCE].data.window(begin, end, width)
 
 
@@ -64,16 +67,16 @@ async def _events(request: web.Request) -> Any:
     data = request.app[SOURCE].data
     text = given.get("text", "").strip()
     if len(text) > TEXT:
-        raise Refused(f"text has {len(text)} characters, {TEXT} at most")
+        raise Refused(f"text has {len(text)} characters: give {TEXT} at most")
     kinds, actors = tuple(filter(None, given.getall("kind", []))), tuple(filter(None, given.getall("actor", [])))
     try:
         Filter(kinds=kinds).check()
     except PipelineError as error:
         raise Refused(str(error).replace("--kind", "kind")) from error
     since, until = (_moment(request, name) for name in ("since", "until"))
-    order = given.get("order", "newest")
-    if order not in ("newest", "oldest"):
-        raise Refused(f"order={order!r}: newest or oldest")
+    if since is not None and until is not None and until < since:
+        raise Refused(f"until={given['until']!r} lies before since={given['since']!r}: give a later one")
+    order = _choice(request, "order", ("newest", "oldest")) or "newest"
     offset, limit = _whole(request, "offset", 0, 0, 2**40), _whole(request, "limit", 100, 1, 500)
     return await data.search(Query(kinds, actors, text, since, until), offset, limit, newest=order == "newest")
 
@@ -88,11 +91,11 @@ async def _event(request: web.Request) -> Any:
 
 async def _list(request: web.Request) -> Any:
     data = request.app[SOURCE].data
-    given = {name: request.query[name] for name in ("index", "version", "split", "order") if request.query.get(name)}
-    try:
-        wanted = msgspec.convert(given, _samples.Wanted, strict=False)
-    except msgspec.ValidationError as error:
-        raise Refused(str(error)) from error
+    given = {
+        name: _whole(request, name, 0, -(2**40), 2**40) for name in ("index", "version") if request.query.get(name)
+    }
+    given |= {name: _choice(request, name, values) for name, values in SAMPLES.items() if request.query.get(name)}
+    wanted = msgspec.convert(given, _samples.Wanted)
     offset, limit = _whole(request, "offset", 0, 0, 2**40), _whole(request, "limit", 50, 1, _samples.PAGE)
     total, rows = data.samples.page(wanted, offset, limit)
     return {"total": total, "offset": offset, "samples": [_sample_line(data, row) for row in rows]}
@@ -142,13 +145,45 @@ async def _tokenizer(running: web.Application, config: RunConfig) -> tuple[Any, 
 # --- parameters ---
 
 
+def check(request: web.Request, takes: frozenset[str]) -> None:
+    """Raises `Refused` for a parameter that the question does not take, or takes once and was given again."""
+    for name in request.query:
+        if name not in takes:
+            raise Refused(f"{name}={request.query[name]!r} is no parameter here: {_listed(sorted(takes))}")
+        if name not in MANY and len(request.query.getall(name)) > 1:
+            raise Refused(f"{name}={request.query.getall(name)} is given more than once: give it once")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return "leave it out" if not names else f"it takes {', '.join(names)}"
+
+
 def _whole(request: web.Request, name: str, default: int, least: int, most: int) -> int:
     text = request.query.get(name, "")
     if not text:
         return default
-    if not (text.isascii() and text.isdecimal()) or not least <= int(text) <= most:
-        raise Refused(f"{name}={text!r} is no whole number from {least} to {most}")
+    digits = text.removeprefix("-")
+    if not (digits.isascii() and digits.isdecimal() and len(digits) <= DIGITS) or not least <= int(text) <= most:
+        raise Refused(f"{name}={_short(text)} is no whole number from {least} to {most}: give one")
     return int(text)
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) <= TEXT else f"{text[:TEXT]}...")
+
+
+def _choice(request: web.Request, name: str, values: Sequence[str]) -> str:
+    text = request.query.get(name, "")
+    if text and text not in values:
+        raise Refused(f"{name}={_short(text)} is unknown: give {', '.join(values[:-1])} or {values[-1]}")
+    return text
+
+
+def _range(request: web.Request) -> tuple[float | None, float | None]:
+    begin, end = _number(request, "from"), _number(request, "to")
+    if begin is not None and end is not None and end < begin:
+        raise Refused(f"to={end:g} lies before from={begin:g}: give a later one")
+    return begin, end
 
 
 def _number(request: web.Request, name: str) -> float | None:
@@ -159,8 +194,8 @@ def _number(request: web.Request, name: str) -> float | None:
         value = float(text)
     except ValueError:
         value = float("nan")
-    if value != value or abs(value) == float("inf"):
-        raise Refused(f"{name}={text!r} is no number")
+    if not -FAR <= value <= FAR:
+        raise Refused(f"{name}={_short(text)} is no number from {-FAR:.0f} to {FAR:.0f}: give one")
     return value
 
 
@@ -178,13 +213,27 @@ def _moment(request: web.Request, name: str) -> float | None:
         raise Refused(f"{name}: {error}") from error
 
 
-ANSWERS: dict[str, Callable[[web.Request], Awaitable[Any]]] = {
-    "status": _status,
-    "choices": _choices,
-    "plots": _plots,
-    "timeline": _timeline,
-    "events": _events,
-    "event": _event,
-    "samples": _list,
-    "sample": _sample,
+class Answer(NamedTuple):
+    """What answers a question, and the parameters that it takes."""
+
+    answer: Callable[[web.Request], Awaitable[Any]]
+    takes: frozenset[str]
+
+
+def _takes(answer: Callable[[web.Request], Awaitable[Any]], *names: str) -> Answer:
+    return Answer(answer, frozenset(names))
+
+
+SAMPLES = {"split": get_args(ev.Split), "order": get_args(_samples.Order)}
+MANY = frozenset(("kind", "actor"))
+"""Parameters that may be given more than once."""
+ANSWERS: dict[str, Answer] = {
+    "status": _takes(_status),
+    "choices": _takes(_choices),
+    "plots": _takes(_plots, "from", "to"),
+    "timeline": _takes(_timeline, "from", "to", "width"),
+    "events": _takes(_events, *MANY, "text", "since", "until", "order", "offset", "limit"),
+    "event": _takes(_event, "row"),
+    "samples": _takes(_list, "index", "version", *SAMPLES, "offset", "limit"),
+    "sample": _takes(_sample, "row"),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -16,7 +15,7 @@ from contracts.core import Entry
 from contracts.envelope import Envelope
 from contracts.events import Event
 from pipeline import eventlog
-from pipeline.eventlog import Item
+from pipeline.eventlog import Batch
 from pipeline.oneline import summary
 from pipeline.rundir import RunInfo
 from pipeline.selection import KINDS
@@ -71,11 +70,11 @@ class RunData:
 
     def apply(self, entry: Entry, envelope: Envelope[Event]) -> None:
         """Consume the next event of the log, which stands in `entry`."""
-        self.extend([(entry, envelope, number(entry.entry))])
+        self.extend(Batch((entry,), (envelope,), (number(entry.entry),)))
 
-    def extend(self, batch: Sequence[Item]) -> None:
+    def extend(self, batch: Batch) -> None:
         """Consume the next events: each view takes them all at once, which costs less than one by one."""
-        envelopes: list[Envelope[Any]] = [envelope for _, envelope, _ in batch]
+        envelopes = batch.envelopes
         self.follower.extend(batch)
         self.view.extend(envelopes)
         first = self.index.extend(batch)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from contracts.core import Entry
 from contracts.envelope import STREAM_OF, Envelope, decode
 from contracts.events import Event
-from pipeline.eventlog import Item
+from pipeline.eventlog import Batch
 from pipeline.selection import KINDS
 from pipeline.ui._columns import Columns
 
@@ -73,15 +73,14 @@ class Index:
     def __len__(self) -> int:
         return len(self._columns)
 
-    def extend(self, batch: Sequence[Item]) -> int:
+    def extend(self, batch: Batch) -> int:
         """Take the next events; answers the row of the first."""
-        first, types, actors = len(self._columns), self._types, self._actor_numbers
-        envelopes = [envelope for _, envelope, _ in batch]
+        first, types, actors, envelopes = len(self._columns), self._types, self._actor_numbers, batch.envelopes
         causes = [envelope.causation_id for envelope in envelopes]
-        data = [entry.data for entry, _, _ in batch]
+        data = [entry.data for entry in batch.entries]
         self._columns.extend(
             (
-                [position for _, _, position in batch],
+                batch.positions,
                 [envelope.wall_ns for envelope in envelopes],
                 [types[type(envelope.body)] for envelope in envelopes],
                 [actors[envelope.actor] for envelope in envelopes],

@@ -19,7 +19,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 from config.schema import RunConfig
 from pipeline.errors import Exit, PipelineError
 from pipeline.rundir import RunDir
-from pipeline.ui._answers import ANSWERS, SOURCE, TOKENIZER, Refused, status
+from pipeline.ui._answers import ANSWERS, SOURCE, TOKENIZER, Answer, Refused, check, status
 from pipeline.ui._source import Source
 
 STATIC = Path(__file__).parent / "static"
@@ -155,9 +155,10 @@ async def _no_icon(request: web.Request) -> web.StreamResponse:
 # --- data ---
 
 
-def _json(answer: Callable[[web.Request], Awaitable[Any]]) -> Handler:
+def _json(asked: Answer) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        return web.Response(body=msgspec.json.encode(await answer(request)), content_type="application/json")
+        check(request, asked.takes)
+        return web.Response(body=msgspec.json.encode(await asked.answer(request)), content_type="application/json")
 
     return handle
 
@@ -167,6 +168,7 @@ def _json(answer: Callable[[web.Request], Awaitable[Any]]) -> Handler:
 
 async def _live(request: web.Request) -> web.StreamResponse:
     """Server-sent events: the status whenever it has changed."""
+    check(request, frozenset())
     source, pages = request.app[SOURCE], request.app[OPEN]
     if len(pages) >= LISTENERS:
         raise web.HTTPServiceUnavailable(reason=f"{LISTENERS} pages follow this run already: close some")

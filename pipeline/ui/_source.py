@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -15,7 +16,8 @@ from actors.startup import uncollected
 from config.schema import RunConfig
 from contracts.core import Entry
 from contracts.envelope import STREAMS, ContractError, decode
-from pipeline.eventlog import BATCH, Item
+from pipeline import eventlog
+from pipeline.eventlog import BATCH, Batch, Item
 from pipeline.rundir import RunDir
 from pipeline.ui._data import RunData, Shown, told
 from pipeline.why import load
@@ -99,13 +101,24 @@ class Source:
     async def _take(self, frames: Iterable[list[Entry]]) -> None:
         """Fold what is new; others get their turn after every few batches."""
         for place, batch in enumerate(archive.batches(frames, BATCH), 1):
-            self.data.extend(list(self._decoded(batch)))
+            self.data.extend(self._decoded(batch))
             if place % TURN == 0:
                 await self._tell()
                 await asyncio.sleep(0)
 
-    def _decoded(self, entries: Sequence[Entry]) -> Iterator[Item]:
+    def _decoded(self, entries: Sequence[Entry]) -> Batch:
         """Those that are new and can be read."""
+        if entries and number(entries[0].entry) > self._last:
+            try:
+                found = eventlog.decoded(entries)
+            except ContractError:
+                return eventlog.gathered(self._readable(entries))
+            if all(map(operator.lt, found.positions, found.positions[1:])):
+                self._last = found.positions[-1]
+                return found
+        return eventlog.gathered(self._readable(entries))
+
+    def _readable(self, entries: Sequence[Entry]) -> Iterator[Item]:
         for entry, position in zip(entries, numbers(entries), strict=True):
             if position <= self._last:
                 continue

@@ -107,31 +107,37 @@ class Timeline(Spans):
         self._refits = Barriers(self._stretch)
         for kind in (*SHOWN_OTHERWISE, ev.TrajectoryFinished):
             del self._handlers[kind]
+        refits = self._refits.handlers
+        kinds = {**self._handlers, **refits}
+        self._table = {kind: (self._handlers.get(kind), refits.get(kind)) for kind in kinds}
 
     def extend(self, first: int, envelopes: Sequence[Envelope[Any]]) -> list[int]:
         """Consume the next events, which stand in the rows from `first` on; answers the rows of finished samples."""
-        if self.zero_ns is None and envelopes:
+        if not envelopes:
+            return []
+        if self.zero_ns is None:
             self.zero_ns = envelopes[0].wall_ns
-        zero_ns, handlers, refits = self.zero_ns or 0, self._handlers, self._refits.handlers
+        zero_ns, handlers_of, rolled = self.zero_ns, self._table.get, self._rolled
         samples: list[int] = []
         for row, envelope in enumerate(envelopes, first):
             body = envelope.body
-            kind, at = type(body), (envelope.wall_ns - zero_ns) / 1e3
-            if at > self._last:
-                self._last = at
+            kind = type(body)
             if kind is ev.TrajectoryFinished:
                 samples.append(row)
-                end = at / 1e6
+                end = (envelope.wall_ns - zero_ns) / 1e9
                 begin = end - body.seconds
-                self._rolled[envelope.actor].append((begin if begin > 0.0 else 0.0, end, ROLLOUT, row, -1))
+                rolled[envelope.actor].append((begin if begin > 0.0 else 0.0, end, ROLLOUT, row, -1))
                 continue
-            handler, refit = handlers.get(kind), refits.get(kind)
-            if handler is not None or refit is not None:
-                self._row = row
+            handlers = handlers_of(kind)
+            if handlers is None:
+                continue
+            self._row, at = row, (envelope.wall_ns - zero_ns) / 1e3
+            handler, refit = handlers
             if handler is not None:
                 handler(envelope.actor, body, at)
             if refit is not None:
                 refit(body, at)
+        self._last = max(self._last, (max([envelope.wall_ns for envelope in envelopes]) - zero_ns) / 1e3)
         for actor, rolled in self._rolled.items():
             self._lane_of(actor, "rollouts").extend(rolled)
         self._rolled.clear()

@@ -41,7 +41,7 @@ class Engine(msgspec.Struct):
     """Why it last stopped to serve, or to start."""
 
 
-class Wait(msgspec.Struct, frozen=True):
+class Wait(msgspec.Struct, frozen=True, gc=False):
     """An announced wait that has not ended."""
 
     actor: str
@@ -51,7 +51,7 @@ class Wait(msgspec.Struct, frozen=True):
     deadline_at: float | None = None
 
 
-class Result(msgspec.Struct, frozen=True):
+class Result(msgspec.Struct, frozen=True, gc=False):
     """How a sample ended: emitted by `actor` at place `position` of the log."""
 
     at: float
@@ -176,7 +176,7 @@ class SampleProblem(msgspec.Struct, frozen=True):
     at: float
 
 
-class Waited(msgspec.Struct, frozen=True):
+class Waited(msgspec.Struct, frozen=True, gc=False):
     """A wait that ended."""
 
     ended_at: float

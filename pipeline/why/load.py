@@ -6,7 +6,6 @@ import copy
 import os
 import socket
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -21,7 +20,7 @@ from contracts.envelope import STREAMS, WORK_STREAMS, Envelope, decode
 from contracts.events import ActorBooted, RunStopping
 from pipeline import eventlog
 from pipeline.errors import PipelineError
-from pipeline.eventlog import Item
+from pipeline.eventlog import Batch
 from pipeline.moments import Moment
 from pipeline.rundir import RunDir
 from pipeline.why.diagnosis import diagnose
@@ -87,15 +86,13 @@ class Follower:
             return False
         return True
 
-    def extend(self, batch: Sequence[Item]) -> bool:
+    def extend(self, batch: Batch) -> bool:
         """Fold the next events; False once the moment is passed."""
-        kinds = {type(envelope.body) for _, envelope, _ in batch}
+        kinds = {type(envelope.body) for envelope in batch.envelopes}
         if self._until is not None or self.before_stop is not None or not kinds.isdisjoint(NOTED):
-            return all(self.take(*item) for item in batch)
-        self.model.extend([(envelope, position) for _, envelope, position in batch])
-        last = self.last
-        for entry, _, _ in batch:
-            last[entry.stream] = entry.entry
+            return all(self.take(*item) for item in batch.items())
+        self.model.extend(batch.envelopes, batch.positions)
+        self.last.update({entry.stream: entry.entry for entry in batch.entries})
         return True
 
     def _passed(self, envelope: Envelope[Any], position: int) -> bool:

@@ -7,8 +7,7 @@ are seconds since the Unix epoch, as the emitting actors read them.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from itertools import count
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from actors.recorder.ordering import number
@@ -98,41 +97,42 @@ class Model:
 
     def apply(self, envelope: Envelope[Any], position: int | None = None) -> None:
         """Consume the next event of the log, at place `position` of it (default: the next)."""
-        self.extend(((envelope, self.position + 1 if position is None else position),))
+        self.extend((envelope,), (self.position + 1 if position is None else position,))
 
     def apply_all(self, log: Iterable[Envelope[Any]]) -> Model:
-        self.extend(zip(log, count(self.position + 1)))
+        envelopes = list(log)
+        self.extend(envelopes, range(self.position + 1, self.position + 1 + len(envelopes)))
         return self
 
-    def extend(self, log: Iterable[tuple[Envelope[Any], int]]) -> None:
+    def extend(self, envelopes: Sequence[Envelope[Any]], positions: Sequence[int]) -> None:
         """Consume the next events of the log, each with its place in it."""
-        actors, handlers, clocks, events = self.actors, self._handlers, self.clocks, 0
-        for envelope, position in log:
-            wall_ns, name, body, boot, mono_ns = (
-                envelope.wall_ns, envelope.actor, envelope.body, envelope.boot, envelope.mono_ns
-            )  # fmt: skip
-            at, kind = wall_ns / 1e9, type(body)
-            events += 1
-            if self.started_at is None:
-                self.started_at, self.run = at, envelope.run
+        if not envelopes:
+            return
+        if self.started_at is None:
+            self.started_at, self.run = envelopes[0].wall_ns / 1e9, envelopes[0].run
+        actors, handler_of, clocks = self.actors, self._handlers.get, self.clocks
+        peak = clocks.peak
+        for envelope, position in zip(envelopes, positions, strict=True):
+            wall_ns, name, boot, mono_ns = envelope.wall_ns, envelope.actor, envelope.boot, envelope.mono_ns
+            at, body = wall_ns / 1e9, envelope.body
             actor = actors.get(name)
             if actor is None:
                 actor = actors[name] = Actor()
-            actor.last_at = self.last_at = at
+            actor.last_at = at
             if mono_ns and wall_ns - mono_ns != actor.offset_ns:
                 clocks.moved(actor, name, at, wall_ns - mono_ns)
-            if at > clocks.peak:
-                clocks.peak, clocks.ahead = at, name
-            elif clocks.peak - at > SKEW_S:
+            if at > peak:
+                clocks.peak, clocks.ahead, peak = at, name, at
+            elif peak - at > SKEW_S:
                 clocks.late(name, at)
-            if boot < actor.boot and boot and kind is not ev.ActorLeft:
+            if boot < actor.boot and boot and type(body) is not ev.ActorLeft:
                 self.usurped.append((name, boot, actor.boot, at))
-            self.position = position
-            handler = handlers.get(kind)
+            handler = handler_of(type(body))
             if handler is not None:
-                self._boot = boot
+                self._boot, self.position = boot, position
                 handler(body, at, name)
-        self.events += events
+        self.position, self.last_at = positions[-1], envelopes[-1].wall_ns / 1e9
+        self.events += len(envelopes)
 
     # --- what follows from the attributes ---
 

@@ -31,7 +31,7 @@ from pipeline import broker
 from pipeline.bus import Bus
 from pipeline.cli import main
 from pipeline.errors import Exit, PipelineError
-from pipeline.eventlog import Item
+from pipeline.eventlog import Batch, Item, gathered
 from pipeline.rundir import RunDir
 from pipeline.top import board as boards
 from pipeline.top import tables
@@ -49,12 +49,12 @@ def items(story: Story) -> list[Item]:
 
 def folded(log: list[Item]) -> Board:
     board = Board()
-    board.extend(log)
+    board.extend(gathered(log))
     return board
 
 
-def batches(log: list[Item], size: int = 3) -> list[list[Item]]:
-    return [log[start : start + size] for start in range(0, len(log), size)]
+def batches(log: list[Item], size: int = 3) -> list[Batch]:
+    return [gathered(log[start : start + size]) for start in range(0, len(log), size)]
 
 
 def remembered(log: list[Item], every: int) -> History:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from contracts import events as ev
 from contracts.events import kind
+from pipeline.eventlog import Batch
 from pipeline.oneline import summary
 from pipeline.ui import _index, _timeline
 from pipeline.ui._barriers import Barriers, Stretch
@@ -48,7 +49,7 @@ def test_blocks_and_the_open_end_hold_the_same(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(_index, "KEPT", 1)
     index = Index()
     for entry, (position, envelope) in zip(scene.world.store.log, log_of(scene), strict=True):
-        index.extend([(entry, envelope, position)])
+        index.extend(Batch((entry,), (envelope,), (position,)))
     assert [index.envelope(row) for row in range(len(index))] == [envelope for _, envelope in log_of(scene)]
     found = [row for part in index.containing(range(len(index)), "ENGINE-1") for row in part]
     assert found == [row for row, entry in enumerate(scene.world.store.log) if b"engine-1" in entry.data]
@@ -226,7 +227,7 @@ def test_a_window_of_much_is_bins_and_nothing_is_lost(monkeypatch: pytest.Monkey
 def test_what_is_under_way_at_the_end_is_told(scene: Scene):
     timeline, index = Timeline(), Index()
     for entry, (position, envelope) in zip(scene.world.store.log, log_of(scene), strict=True):
-        timeline.extend(index.extend([(entry, envelope, position)]), [envelope])
+        timeline.extend(index.extend(Batch((entry,), (envelope,), (position,))), [envelope])
         if isinstance(envelope.body, ev.TransferStarted):
             break
     under_way = timeline.window(index, 0.0, timeline.length, 800)["open"]
