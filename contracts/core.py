@@ -8,7 +8,7 @@ perform the other commands, and their results come back as inputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -88,8 +88,6 @@ class Release(msgspec.Struct, frozen=True):
 
     keys: tuple[str, ...]
 
-
-StoreCommand = Emit | Ack | Raise | Release
 
 # --- protocols -------------------------------------------------------------------------------------------------------
 
@@ -232,7 +230,3 @@ class PayloadGone(Exception):
     """A payload is not in the store: it was released, or never committed. `key` names it."""
 
     key: str
-
-
-ShellFactory = Callable[[Any, str], Shell]
-"""(run config, actor name) -> shell. What `actors.registry` maps an actor's kind to."""

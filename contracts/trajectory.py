@@ -53,7 +53,6 @@ class Sequence(msgspec.Struct, frozen=True, kw_only=True):
     spans: tuple[TokenSpan, ...]
     sampling: Sampling
     stop_reason: str
-    extras: dict[str, bytes] = {}
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True):

@@ -65,7 +65,7 @@ def make(run: RunDir, out: Path, *, payloads: bool = False, stacks: bool = True)
     with tempfile.TemporaryDirectory(prefix="sluice-bundle-") as scratch:
         folder = Path(scratch) / "run"
         folder.mkdir()
-        facts = _facts(run, scrub)
+        facts = _facts(run)
         with _whole(run):
             _texts(run, folder, scrub)
             _events(run, folder, scrub, damage, payloads=payloads)
@@ -151,7 +151,7 @@ def _whole(run: RunDir) -> Iterator[None]:
         raise
 
 
-def _facts(run: RunDir, scrub: Scrubber) -> dict[str, Any]:
+def _facts(run: RunDir) -> dict[str, Any]:
     info = run.info()
     here = {"platform": platform.platform(), "python": sys.version.split()[0], "cpus": os.cpu_count()}
     return {"run": info.run, "versions_of_run": info.versions, "versions_here": rundir.versions(), "host": here}

@@ -14,7 +14,6 @@ from pipeline.errors import Exit, PipelineError
 from pipeline.eventlog import Filter, everything
 from pipeline.rundir import RunDir
 
-SIGNALS = ("KILL", "STOP", "CONT", "TERM")
 LATE_S = 2.0
 """A process that began so long after the boot that named its number is another one."""
 
@@ -63,7 +62,7 @@ def _began(pid: int) -> float | None:
 
 
 def inject(run: RunDir, actor: str, name: str) -> Process:
-    """Send signal `name` (one of `SIGNALS`) to the process of an actor. Raises `PipelineError` when there is none."""
+    """Send signal `name`, such as KILL, to the process of an actor. Raises `PipelineError` when there is none."""
     found: dict[str, Process] = {}
     for envelope in everything(run, Filter(kinds=("actor.booted",))):
         if isinstance(envelope.body, ActorBooted):

@@ -12,7 +12,8 @@ import msgspec
 from actors import registry
 from actors.recorder.archive import ArchiveBusy, Writer, read
 from actors.recorder.core import OWN_JOURNAL, Appended, Flush, Flushed, Follow, RecorderCore, Recovered, Trim
-from actors.recorder.metrics import Memory, Steps, Table, TensorBoard
+from actors.recorder.files import Table, TensorBoard
+from actors.recorder.metrics import Memory, Steps
 from actors.recorder.ordering import START, advance, number, settled
 from config.schema import RunConfig
 from contracts.core import Context, Entry, Fatal, PayloadGone

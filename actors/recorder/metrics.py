@@ -1,17 +1,14 @@
-"""One row for each training step, folded from the events, and the files it goes to.
+"""One row for each training step, folded from the events. Pure.
 
-`Steps` is pure. Rows are flat: the same names are columns of metrics.jsonl and tags in TensorBoard.
+Rows are flat: the same names are columns of metrics.jsonl and tags in TensorBoard (`actors.recorder.files`).
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -343,65 +340,3 @@ def refit(event: events.RefitCommitted, wall: float) -> Refit:
         bytes=event.bytes,
         engines=tuple(member.actor for member in event.engines),
     )
-
-
-# --- files -----------------------------------------------------------------------------------------------------------
-
-
-class Table:
-    """metrics.jsonl: one JSON object a row. A version is written once, over restarts too."""
-
-    def __init__(self, path: Path) -> None:
-        written = path.read_bytes() if path.exists() else b""
-        whole = written[: written.rfind(b"\n") + 1]
-        self._versions = {json.loads(line)["version"] for line in whole.splitlines()}
-        self._file = path.open("ab")
-        if len(whole) < len(written):
-            os.ftruncate(self._file.fileno(), len(whole))
-
-    def write(self, row: Row) -> bool:
-        """Append a row; False if its version is there already."""
-        if row.version in self._versions:
-            return False
-        self._versions.add(row.version)
-        self._file.write(json.dumps({k: _finite(v) for k, v in row.flat().items() if v is not None}).encode() + b"\n")
-        self._file.flush()
-        return True
-
-    def close(self) -> None:
-        self._file.close()
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: a metric that is not finite becomes its name."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class TensorBoard:
-    """Event files in `folder`. The library loads torch where it is installed, so it is left out of the start."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._opened: Any = None
-
-    @property
-    def _writer(self) -> Any:
-        if self._opened is None:
-            from tensorboardX import SummaryWriter
-
-            self._opened = SummaryWriter(str(self._folder), flush_secs=5)
-        return self._opened
-
-    def write(self, row: Row) -> None:
-        values: Mapping[str, float | int | None] = row.flat()
-        for tag, value in values.items():
-            if value is not None and tag not in ("step", "wall"):
-                self._writer.add_scalar(tag, value, row.step, walltime=row.wall)
-
-    def flush(self) -> None:
-        if self._opened is not None:
-            self._opened.flush()
-
-    def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()

@@ -37,7 +37,7 @@ def diagnose(
         path=tuple(walk.path),
         edges=_edges(look, walk.path),
         cycles=cycles(walk.path),
-        barrier=None if model.barrier is None else frontier(model.barrier, now),
+        barrier=None if model.barrier is None else frontier(model.barrier),
         pressure=pressure(look),
         also=tuple(also),
     )

@@ -6,10 +6,8 @@ from typing import Literal
 
 import msgspec
 
-PHASES = ("drain", "transfer", "verify")
-"""Phases of an epoch: until `transfer.started`, until `transfer.finished`, until its end."""
-
 Phase = Literal["drain", "transfer", "verify"]
+"""Phases of an epoch: until `transfer.started`, until `transfer.finished`, until its end."""
 
 
 class Actor(msgspec.Struct):
@@ -56,7 +54,6 @@ class Result(msgspec.Struct, frozen=True, gc=False):
 
     at: float
     actor: str
-    usable: bool
     position: int
 
 
@@ -93,7 +90,6 @@ class Barrier(msgspec.Struct):
     since: float
     deadline_at: float
     drain: str
-    by: tuple[str, int]
     gates: dict[str, float | None]
     drained: dict[str, float | None]
     loaded: dict[str, float | None] = {}

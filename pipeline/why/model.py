@@ -1,19 +1,18 @@
-"""The state of a run as its events tell it: who is up, what is under way, what is awaited. Pure: reads no clock.
+"""What each event changes in what is known of a run (`pipeline.why.state`). Pure: reads no clock.
 
-It is the fold that `pipeline why`, `diff`, `trace` and `bundle` look at. `apply` takes every event in log order; times
-are seconds since the Unix epoch, as the emitting actors read them.
+It is the fold that `pipeline why`, `diff`, `trace` and `bundle` look at. `apply` takes every event in log order.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from actors.recorder.ordering import number
 from contracts import events as ev
 from contracts.envelope import Envelope
-from pipeline.why.clocks import SKEW_S, Clocks
+from pipeline.why.clocks import SKEW_S
 from pipeline.why.facts import (
     Actor,
     Barrier,
@@ -28,67 +27,15 @@ from pipeline.why.facts import (
     Wait,
     Waited,
 )
-
-KEPT = 256
-"""Newest samples, problems and epochs that are remembered."""
+from pipeline.why.state import KEPT, State
 
 
-class Model:
+class Model(State):
     """Feed `apply`; the attributes then describe the run up to the last event."""
 
     def __init__(self) -> None:
-        self.run = ""
-        self.events = 0
-        self.position = 0
-        """Place of the last event in the log."""
-        self.started_at: float | None = None
-        self.last_at = 0.0
-        self.moved_at = 0.0
-        """Time of the last event that is progress, rather than a wait or a complaint."""
-        self.actors: dict[str, Actor] = {}
-        self.engines: dict[str, Engine] = {}
-        self.wanted_engines: int | None = None
-        """The size that the fleet was scaled to, None while it has the configured one."""
-        self.waits: dict[tuple[str, str], Wait] = {}
-        self.waited: dict[tuple[str, str], deque[Waited]] = {}
-        self.groups: dict[int, Group] = {}
-        self.batches: dict[int, Batch] = {}
-        self.group_s: deque[float] = deque(maxlen=KEPT)
-        """Seconds from issue to the last sample, of the latest complete groups."""
-        self.issued = 0
-        self.credit = 0
-        self.evals = 0
-        self.exhausted = False
-        self.drops: Counter[str] = Counter()
-        self.recent_drops: deque[tuple[float, int, str]] = deque(maxlen=KEPT)
-        self.rejected: Counter[str] = Counter()
-        self.results: deque[tuple[float, bool]] = deque(maxlen=KEPT)
-        """(time, usable) of the latest samples' results."""
-        self.sample_problems: deque[SampleProblem] = deque(maxlen=KEPT)
-        self.barrier: Barrier | None = None
-        self.past: deque[Barrier] = deque(maxlen=KEPT)
-        self.commit: ev.RefitCommitted | None = None
-        self.commit_at = 0.0
-        self.failed_epochs: deque[Failed] = deque(maxlen=KEPT)
-        """Epochs that failed since the last commit."""
-        self.requesters: dict[tuple[str, int], int] = {}
-        """(actor, boot) -> newest epoch that it requested."""
-        self.usurped: list[tuple[str, int, int, float]] = []
-        """(actor, boot, boot after it, time): it went on writing after its successor had booted."""
-        self.policy_ready = False
-        self.trainer_boot = 0
-        self.step = 0
-        self.step_at: float | None = None
-        self.step_s: deque[float] = deque(maxlen=KEPT)
-        self.steps_at: deque[float] = deque(maxlen=KEPT)
-        self.checkpoint: ev.CheckpointSaved | None = None
-        self.trained_out = False
-        self.losses: list[Loss] = []
-        self.problems: deque[Problem] = deque(maxlen=KEPT)
-        self.clocks = Clocks(self.actors)
+        super().__init__()
         self._boot = 0
-        self.stopping: tuple[str, float] | None = None
-        self.finished: str | None = None
         self._handlers: dict[type, Callable[[Any, float, str], None]] = {
             event: getattr(self, f"_on_{tag.replace('.', '_')}")
             for event, tag in ((event, event.__struct_config__.tag) for event in _kinds())
@@ -134,24 +81,6 @@ class Model:
         self.position, self.last_at = positions[-1], envelopes[-1].wall_ns / 1e9
         self.events += len(envelopes)
 
-    # --- what follows from the attributes ---
-
-    def untrained(self) -> dict[int, Batch]:
-        """Batches that were emitted and are not trained, or are to be trained again."""
-        return {number: batch for number, batch in self.batches.items() if batch.version is None}
-
-    def complete(self) -> dict[int, Group]:
-        """Groups of which every sample has ended, and that are in no batch yet."""
-        return {index: group for index, group in self.groups.items() if group.complete_at is not None}
-
-    def begun(self) -> dict[int, Group]:
-        """Groups of which some samples have ended, not all."""
-        return {i: group for i, group in self.groups.items() if group.complete_at is None and group.results}
-
-    def untouched(self) -> dict[int, Group]:
-        """Groups that were issued and of which no sample has ended."""
-        return {index: group for index, group in self.groups.items() if not group.results}
-
     # --- tasks, groups, batches ---
 
     def _on_task_issued(self, event: ev.TaskIssued, at: float, by: str) -> None:
@@ -172,21 +101,21 @@ class Model:
         self.results.append((at, True))
         group = self.groups.get(event.index)
         if group is not None and event.split == "train":
-            self._result(group, event.sample, at, by, event.valid)
+            self._result(group, event.sample, at, by)
 
     def _on_sample_failed(self, event: ev.SampleFailed, at: float, by: str) -> None:
         self.results.append((at, False))
         self.sample_problems.append(SampleProblem(event.index, by, event.failure, event.reason, at))
         group = self.groups.get(event.index)
         if group is not None and event.split == "train":
-            self._result(group, event.sample, at, by, False)
+            self._result(group, event.sample, at, by)
 
-    def _result(self, group: Group, sample: int, at: float, by: str, usable: bool) -> None:
+    def _result(self, group: Group, sample: int, at: float, by: str) -> None:
         results = group.results
         if sample in results:
             return
         self.moved_at = at
-        results[sample] = Result(at, by, usable, self.position)
+        results[sample] = Result(at, by, self.position)
         if len(results) >= group.size and group.complete_at is None:
             group.complete_at = at
             self.group_s.append(at - group.issued_at)
@@ -249,7 +178,6 @@ class Model:
             since=at,
             deadline_at=event.deadline_at,
             drain=event.drain,
-            by=(by, self._boot),
             gates=dict.fromkeys((member.actor for member in event.gateways), None),
             drained=dict.fromkeys((member.actor for member in event.engines), None),
         )

@@ -217,7 +217,7 @@ class Refits:
         return None
 
 
-def frontier(barrier: Barrier, now: float) -> Frontier:
+def frontier(barrier: Barrier) -> Frontier:
     """How far an epoch has come, and who is missing."""
     answered = [("gate.closed", barrier.gates), ("engine.drained", barrier.drained), ("engine.loaded", barrier.loaded)]
     arrived = [f"{event} {name}" for event, members in answered for name, at in members.items() if at is not None]

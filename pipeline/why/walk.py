@@ -127,7 +127,7 @@ class Walk:
         if not out:
             self.follow("buffer", "source", f"{state}: no task is out", since)
             return self.source(state)
-        return self.rollouts("buffer", out, state, since)
+        return self.rollouts("buffer", out, state)
 
     def _overtaken(self, lost: dict[int, Group], complete: dict[int, Group]) -> int:
         """With `in_order`, complete groups behind a lost one are of no use."""
@@ -152,7 +152,7 @@ class Walk:
         if self.look.config.buffer.sampler == "in_order" and out and min(out) < max(complete):
             index, group = min(out.items())
             behind = sum(later > index for later in complete)
-            where = self._where(index, group)
+            where = self._where(group)
             self.follow(
                 "buffer",
                 where,
@@ -172,7 +172,7 @@ class Walk:
         drops = ", ".join(f"{count} {reason}" for reason, count in self.model.drops.most_common(3))
         return [f"dropped so far: {drops}" if drops else ""]
 
-    def _where(self, index: int, group: Group) -> str:
+    def _where(self, group: Group) -> str:
         """Who works on a group."""
         known = self.look.holder(group.task)
         if known is None and group.results:
@@ -234,7 +234,7 @@ class Walk:
 
     # --- rollouts ---
 
-    def rollouts(self, waiter: str, out: dict[int, Group], state: str, since: float) -> Finding:
+    def rollouts(self, waiter: str, out: dict[int, Group], state: str) -> Finding:
         """Why tasks that are out don't come back."""
         look = self.look
         oldest = min(group.issued_at for group in out.values())
@@ -297,7 +297,7 @@ class Walk:
 
     def _straggler(self, waiter: str, out: dict[int, Group], state: str) -> Finding:
         index, group = min(out.items(), key=lambda item: item[1].issued_at)
-        where = self._where(index, group)
+        where = self._where(group)
         self.follow(waiter, where, f"{state}; group {index} lacks sample {some(group.missing())}", group.issued_at)
         usual = sorted(self.model.group_s)
         text = (

@@ -30,10 +30,6 @@ class KVCache:
         self.layers: list[torch.Tensor] = []
         self._allocate(0, 0, 0)
 
-    def bytes_per_token(self) -> int:
-        c = self.config
-        return 2 * c.layers * c.kv_heads * c.head_dim * self.dtype.itemsize
-
     def reserve(self, rows: int, length: int, used: int) -> None:
         """Make room for `rows` rows of `length` tokens, keeping the first `used` rows.
 

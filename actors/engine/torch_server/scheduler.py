@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from actors.engine.torch_server.admission import Admission, Follower
 from actors.engine.torch_server.generation import ABORTED, NOT_FINITE, DecodeState, Generation
 from actors.engine.torch_server.kv import KVCache, PrefixStore
 from actors.engine.torch_server.model import Model
@@ -47,10 +48,11 @@ class Scheduler:
         """`max_total_tokens` bounds rows x longest reach (prompt + max_new_tokens) of what runs together; `chunk`
         the prompt tokens of one forward."""
         self.model = model
-        self.max_running, self.chunk, self.threads = max_running, chunk, threads
+        self.chunk, self.threads = chunk, threads
         weights = model.weights
         self.cache = KVCache(model.config, weights.dtype, weights.device, max_total_tokens)
         self.prefixes = PrefixStore(prefix_tokens)
+        self.admission = Admission(max_running, self.cache.limit, chunk, self.prefixes)
         self.version = "default"
         self.paused = False
         self.released: set[str] = set()
@@ -258,44 +260,15 @@ class Scheduler:
         if self._partial is not None:
             self._prefill([self._partial], [])
             return
-        leaders, followers = self._admit()
+        leaders, followers = self.admission.next(self.waiting, self.rows, self._epoch)
+        self._place(leaders, followers)
         if leaders:
             self._prefill(leaders, followers)
         else:
             self._decode()
 
-    def _admit(self) -> tuple[list[Generation], list[tuple[Generation, Generation]]]:
-        """Give rows to what fits now: leaders compute their prompt, a follower copies its leader's."""
-        leaders: list[Generation] = []
-        followers: list[tuple[Generation, Generation]] = []
-        by_prompt: dict[tuple[int, ...], Generation] = {}
-        packed = widest = 0
-        reach = max((g.reach for g in self.rows), default=0)
-        while self.waiting:
-            g, taken = self.waiting[0], len(self.rows) + len(leaders) + len(followers) + 1
-            reach = max(reach, g.reach)
-            if taken > self.max_running or taken * reach > self.cache.limit:
-                break
-            key = tuple(g.tokens)
-            leader = None if g.scores_prompt else by_prompt.get(key)
-            if leader is not None:
-                followers.append((self.waiting.popleft(), leader))
-                continue
-            shared, stored = self.prefixes.find(g.tokens[: g.shareable])
-            fresh = len(g.tokens) - shared
-            widest = max(widest, fresh)
-            if leaders and (packed + fresh > self.chunk or (len(leaders) + 1) * widest > 2 * self.chunk):
-                break
-            packed += fresh
-            g.begin(self._epoch, shared, stored)
-            leaders.append(self.waiting.popleft())
-            if fresh > self.chunk:
-                break
-            by_prompt[key] = g
-        self._place(leaders, followers)
-        return leaders, followers
-
-    def _place(self, leaders: list[Generation], followers: list[tuple[Generation, Generation]]) -> None:
+    def _place(self, leaders: list[Generation], followers: list[Follower]) -> None:
+        """Give them rows behind those that run."""
         used = len(self.rows)
         for g, leader in followers:
             g.begin(self._epoch, len(leader.tokens) - 1, None)
@@ -311,7 +284,7 @@ class Scheduler:
                 self.cache.write_row(row, g.stored, g.filled)
                 g.stored = None
 
-    def _prefill(self, leaders: list[Generation], followers: list[tuple[Generation, Generation]]) -> None:
+    def _prefill(self, leaders: list[Generation], followers: list[Follower]) -> None:
         pieces = [g.tokens[g.filled : g.filled + self.chunk] for g in leaders]
         starts = [g.filled for g in leaders]
         batch = self.model.prefill_batch(self.cache, leaders[0].row, pieces, starts)

@@ -44,6 +44,17 @@ class PackedAttention(torch.nn.Module):
         return attended[0].flatten(1)
 
 
+def packed(bounds: Tensor, longest: int) -> PackedSeqParams:
+    """What a packed row's forward pass is given: int32 `bounds` of its sequences, and the `longest` one's tokens."""
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+    )
+
+
 class Rotation:
     """Rotates the tokens of a packed row each by its own position, all at once.
 
@@ -64,16 +75,9 @@ class Rotation:
         return angles[self.positions]
 
     def packed(self, positions: Tensor, longest: int, rectangles: Any) -> PackedSeqParams:
-        """What a row's forward pass is given. Its bounds are on the CPU, so that reading them waits for nothing."""
+        """A row as one sequence, whose bounds are on the CPU, so that reading them waits for nothing."""
         self.positions = positions
-        bounds = torch.tensor([0, len(positions)], dtype=torch.int32)
-        row = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
-        )
+        row = packed(torch.tensor([0, len(positions)], dtype=torch.int32), longest)
         row.layout = rectangles  # for `PackedAttention`
         return row
 

@@ -247,14 +247,7 @@ class MegatronPolicy:
     def _packed(self, row: Row, positions: Tensor) -> PackedSeqParams:
         if self._rotation is not None:
             return self._rotation.packed(positions, row.longest, layout(row.bounds, self.device))
-        bounds = objective.on(self.device, row.bounds)
-        return PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=bounds,
-            cu_seqlens_kv=bounds,
-            max_seqlen_q=row.longest,
-            max_seqlen_kv=row.longest,
-        )
+        return layers.packed(objective.on(self.device, row.bounds), row.longest)
 
     def _statistics(self, logits: Tensor, row: Row) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy float32 [n] of a row's trainable tokens, from [1, tokens, part of vocabulary]."""
