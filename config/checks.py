@@ -26,6 +26,11 @@ def against_schema(data: Mapping[str, Any]) -> list[str]:
     return list(_section(RunConfig, data, ""))
 
 
+def unmergeable(data: Any) -> list[str]:
+    """What a layer puts where a section or a free-form mapping belongs: no other layer could be merged with it."""
+    return list(_unmergeable(RunConfig, data, "")) if isinstance(data, Mapping) else []
+
+
 def is_text(key: str) -> bool:
     """Whether the setting at dotted `key` holds a string and nothing that a number could stand for."""
     kind = leaves().get(key)
@@ -57,6 +62,11 @@ def across_fields(config: RunConfig) -> list[str]:
             refit.drain != "in_flight" or refit.verify != "probe",
             "refit.verify=probe generates before the commit, which refit.drain=in_flight can't allow while requests "
             "are held on the engine: use refit.verify=digest",
+        ),
+        (
+            refit.verify != "fleet" or engine.count > 1,
+            f"refit.verify=fleet compares engines with each other, but engine.count={engine.count} leaves nothing to "
+            "compare: use digest, or more engines",
         ),
         (
             refit.transport != "nccl" or "cpu" not in (trainer.device, engine.device),
@@ -189,15 +199,22 @@ def _gpus(config: RunConfig) -> list[tuple[bool, str]]:
 def _memory(config: RunConfig) -> list[tuple[bool, str]]:
     """Who gives memory back to whom, and when."""
     engine, refit, trainer = config.engine, config.refit, config.trainer
-    offload = (
-        trainer.offload == "none" or trainer.backend == "torch",
-        f"trainer.offload={trainer.offload} is for trainer.backend=torch, but the backend is {trainer.backend}",
-    )
+    offload = [
+        (
+            trainer.offload == "none" or trainer.backend == "torch",
+            f"trainer.offload={trainer.offload} is for trainer.backend=torch, but the backend is {trainer.backend}",
+        ),
+        (
+            trainer.offload == "none" or trainer.device != "cpu" or engine.release != "none",
+            f"trainer.offload={trainer.offload} makes room on a GPU, but trainer.device=cpu: leave it out (with "
+            "engine.release the whole turn can be tried on a CPU)",
+        ),
+    ]
     setting = f"engine.release={engine.release}"
     if engine.release == "none":
-        return [offload]
+        return offload
     return [
-        offload,
+        *offload,
         (
             config.staleness == 0,
             f"{setting} keeps engines from generating during each step, but buffer.max_staleness="
@@ -261,8 +278,7 @@ def _section(section: type[msgspec.Struct], data: Any, path: str) -> Iterator[st
     info = inspect.type_info(section)
     assert isinstance(info, inspect.StructType)
     if not isinstance(data, Mapping):
-        keys = ", ".join(field.name for field in info.fields)
-        yield f"{path}={data!r}: expected a section with the keys {keys}"
+        yield _no_section(info, data, path)
         return
     fields = {field.name: field.type for field in info.fields}
     for key, value in data.items():
@@ -274,6 +290,28 @@ def _section(section: type[msgspec.Struct], data: Any, path: str) -> Iterator[st
             yield from _section(kind.cls, value, where)
         else:
             yield from _value(section, key, value, where, kind)
+
+
+def _unmergeable(section: type[msgspec.Struct], data: Mapping[str, Any], path: str) -> Iterator[str]:
+    info = inspect.type_info(section)
+    assert isinstance(info, inspect.StructType)
+    for field in info.fields:
+        value, where = data.get(field.name, {}), f"{path}{field.name}"
+        if isinstance(field.type, inspect.StructType):
+            if isinstance(value, Mapping):
+                yield from _unmergeable(field.type.cls, value, f"{where}.")
+            else:
+                yield _no_section(field.type, value, where)
+        elif isinstance(field.type, inspect.DictType) and not isinstance(value, Mapping):
+            yield f"{where}={_shown(value)}: expected keys and values, such as {where}.KEY=VALUE; leave it out for none"
+
+
+def _no_section(info: inspect.StructType, value: Any, path: str) -> str:
+    keys = [field.name for field in info.fields]
+    return (
+        f"{path}={_shown(value)}: {path} is a section, not a value: set its keys, as in {path}.{keys[0]}=..., or leave "
+        f"it out for the defaults. The keys of {path} are {', '.join(keys)}"
+    )
 
 
 def _value(section: type[msgspec.Struct], key: str, value: Any, where: str, kind: inspect.Type) -> Iterator[str]:

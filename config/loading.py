@@ -133,9 +133,31 @@ def _merge(base: Any, layer: DictConfig) -> DictConfig:
         chosen = OmegaConf.select(layer, choice)
         if chosen is not None and chosen != OmegaConf.select(base, choice) and OmegaConf.select(base, belongings):
             OmegaConf.update(base, belongings, {}, merge=False)
-    merged = OmegaConf.merge(base, layer)
+    return _merged(base, layer)
+
+
+def _merged(base: Any, layer: DictConfig) -> DictConfig:
+    """Raises `ConfigError` where one is a list and the other keys and values."""
+    try:
+        merged = OmegaConf.merge(base, layer)
+    except TypeError as error:
+        key = _clash(OmegaConf.to_container(base), OmegaConf.to_container(layer))
+        value = OmegaConf.select(layer, key)
+        raise ConfigError(f"{key}={value}: a list and keys with values can't be merged: give one of them") from error
     assert isinstance(merged, DictConfig)
     return merged
+
+
+def _clash(base: Any, layer: Any) -> str:
+    """Where a list meets a mapping."""
+    for key, value in layer.items():
+        before = base.get(key)
+        if isinstance(value, dict) and isinstance(before, dict):
+            if inner := _clash(before, value):
+                return f"{key}.{inner}"
+        elif {type(value), type(before)} == {dict, list}:
+            return str(key)
+    return ""
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -145,6 +167,8 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} can't be read as YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} holds a list, expected keys and values such as `steps: 100`")
+    if problems := checks.unmergeable(data):
+        raise ConfigError(*(f"{path}: {problem}" for problem in problems))
     return {str(key): value for key, value in data.items()}
 
 
@@ -152,7 +176,9 @@ def _resolve(merged: Any, path: Path) -> dict[str, Any]:
     try:
         data = OmegaConf.to_container(merged, resolve=True)
     except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
+        said = str(error).partition("\n")[0].removeprefix("KeyError raised while resolving interpolation: ")
+        where = f"{error.full_key} in {path} or on the command line" if error.full_key else str(path)
+        raise ConfigError(f"{where}: {said.strip(chr(34))}") from error
     assert isinstance(data, dict)
     return {str(key): value for key, value in data.items()}
 
@@ -169,22 +195,27 @@ def _parse(overrides: Sequence[str]) -> DictConfig:
             problems.append(f"override {text!r}: expected key=value, such as steps=200 or trainer.lr=1e-5")
             continue
         try:
-            parsed = OmegaConf.merge(parsed, _one(key, value))
+            one = _one(key, value)
+            if wrong := checks.unmergeable(OmegaConf.to_container(one)):
+                problems += wrong
+                continue
+            parsed = _merged(parsed, one)
         except (yaml.YAMLError, OmegaConfBaseException) as error:
             problems.append(f"override {text!r}: the value is no YAML: {' '.join(str(error).split())}")
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(*problems)
-    assert isinstance(parsed, DictConfig)
     return parsed
 
 
-def _one(key: str, value: str) -> Any:
+def _one(key: str, value: str) -> DictConfig:
     """One override as a nested mapping; a setting that holds text takes the value as it was typed."""
     if checks.is_text(key) and value not in ("", "null"):
         nested: Any = value
         for part in reversed(key.split(".")):
             nested = {part: nested}
-        return nested
+        return OmegaConf.create(nested)
     return OmegaConf.from_dotlist([f"{key}={value}"])
 
 

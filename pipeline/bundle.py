@@ -66,11 +66,10 @@ def make(run: RunDir, out: Path, *, payloads: bool = False, stacks: bool = True)
         folder = Path(scratch) / "run"
         folder.mkdir()
         facts = _facts(run)
-        with _whole(run):
-            _texts(run, folder, scrub)
-            _events(run, folder, scrub, damage, payloads=payloads)
-            _journals(run, folder, scrub, damage, payloads=payloads)
-            _why(RunDir(folder) if damage else run, folder, scrub)
+        _texts(run, folder, scrub)
+        _events(run, folder, scrub, damage, payloads=payloads)
+        _journals(run, folder, scrub, damage, payloads=payloads)
+        _why(RunDir(folder) if damage else run, folder, scrub)
         if payloads and (run / "payloads").is_dir():
             shutil.copytree(run / "payloads", folder / "payloads", ignore=shutil.ignore_patterns("lock"))
         facts["stacks"] = _stacks(RunDir(folder), folder) if stacks else "not asked for"
@@ -93,21 +92,21 @@ def unpack(file: Path, folder: Path) -> RunDir:
     return RunDir.open(folder / "run")
 
 
-def to_test(run: RunDir, folder: Path, name: str, *, payloads: bool = False) -> Path:
-    """Write a bundle and a regression test that replays it into `folder`; answers the test's path."""
+def to_test(run: RunDir, folder: Path, name: str, *, payloads: bool = False) -> tuple[Path, list[str]]:
+    """Write a bundle and a regression test that replays it into `folder`; answers the test's path, and the damage."""
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise PipelineError(f"--to-test {name!r}: write lower-case letters, digits and '_'", Exit.USAGE)
     folder.mkdir(parents=True, exist_ok=True)
     test, file = folder / f"test_{name}.py", folder / f"{name}.tar.gz"
     if test.exists():
         raise PipelineError(f"{test} exists: choose another name", Exit.USAGE)
-    make(run, file, payloads=payloads, stacks=False)
+    facts = make(run, file, payloads=payloads, stacks=False)
     with tempfile.TemporaryDirectory() as scratch:
         unpacked = unpack(file, Path(scratch))
         found = load.explain(unpacked, config_of(unpacked))[1]
     cause = None if found.cause is None else (found.cause.code, found.cause.culprit)
     test.write_text(TEST.format(name=name, run=run.info().run, cause=cause))
-    return test
+    return test, facts["damage"]
 
 
 TEST = '''"""Run {run}, recorded: its cores decide as they did, and its state is explained as it was."""
@@ -140,17 +139,6 @@ def test_{name}_is_explained(tmp_path: Path) -> None:
 # --- what goes in ----------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _whole(run: RunDir) -> Iterator[None]:
-    """Around what reads the run: a file that it lacks is no fault of the place that is written to."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        if Path(error.filename).absolute().is_relative_to(run.path.absolute()):
-            raise PipelineError(f"{error.filename} is missing: only a run that began is bundled", Exit.USAGE) from error
-        raise
-
-
 def _facts(run: RunDir) -> dict[str, Any]:
     info = run.info()
     here = {"platform": platform.platform(), "python": sys.version.split()[0], "cpus": os.cpu_count()}
@@ -159,10 +147,9 @@ def _facts(run: RunDir) -> dict[str, Any]:
 
 def _texts(run: RunDir, folder: Path, scrub: Scrubber) -> None:
     """Configuration, run.json, metrics, and the ends of the log files."""
-    info = msgspec.json.decode((run / "run.json").read_bytes())
-    (folder / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(scrub.value(info)), indent=2))
-    config = msgspec.yaml.decode((run / "config.yaml").read_bytes())
-    (folder / "config.yaml").write_bytes(msgspec.yaml.encode(scrub.value(config)))
+    info = scrub.value(msgspec.json.decode((run / "run.json").read_bytes()))
+    (folder / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2))
+    (folder / "config.yaml").write_bytes(msgspec.yaml.encode(info["config"]))
     for path in [*sorted(run.logs.glob("*")), run / "metrics.jsonl"]:
         if path.is_file():
             target = folder / path.relative_to(run.path)

@@ -8,6 +8,8 @@ import importlib
 import logging
 import os
 import secrets
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import Thread
@@ -42,6 +44,7 @@ class Cluster:
         self._run_dir = run_dir
         self._local = config.launch.ray_address is None
         self._started = False
+        self._session: Path | None = None
         self._mark = secrets.token_hex(16)
         self._reaper: Reaper | None = None
         self._forks: ForkServer | None = None
@@ -82,32 +85,46 @@ class Cluster:
             try:
                 with self._starting():
                     ray.init(**options)
-                if self._reaper is not None and (folder := local_ray.session()) is not None:
-                    self._reaper.remove(folder)
                 return
             except Exception as error:  # a node that is late on a loaded machine is a bare Exception in Ray
                 ray.shutdown()
                 if not remaining:
                     raise PipelineError(self._refused(error), Exit.FAILED) from error
 
+    def _session_begins(self, folder: Path) -> None:
+        assert self._reaper is not None
+        self._session = folder
+        self._reaper.remove(folder)
+
     def _refused(self, error: Exception) -> str:
         address = self._config.launch.ray_address
         if self._local:
             return (
-                f"Ray can't be started here (launch.ray_address=null): {error}. Its logs are in "
-                f"{local_ray.LATEST}/logs; it needs room in /tmp and {STORE_BYTES >> 20} MiB of /dev/shm, and a host "
-                "name that resolves. launch.ray_address=HOST:PORT uses a Ray that runs, launch.mode=external none"
+                f"Ray can't be started here (launch.ray_address=null): {error}. {self._keep_logs()}It needs room in "
+                f"{tempfile.gettempdir()} and {STORE_BYTES >> 20} MiB of /dev/shm, and a host name that resolves. "
+                "launch.ray_address=HOST:PORT uses a Ray that runs, launch.mode=external none"
             )
         return (
             f"Ray can't be reached (launch.ray_address={address}): {error}. `ray status --address={address}` tells "
             "whether it runs and `ray start --head` starts one; leave the setting out for a Ray of the run's own"
         )
 
+    def _keep_logs(self) -> str:
+        """Copy what Ray wrote into the run's directory, since its own folder goes; answers where it is, in words."""
+        if self._session is None or not (self._session / "logs").is_dir():
+            return ""
+        kept = self._run_dir / "logs" / "ray"
+        try:
+            shutil.copytree(self._session / "logs", kept, dirs_exist_ok=True)
+        except (OSError, shutil.Error) as error:
+            return f"Its logs are lost: {error}. "
+        return f"Its logs are in {kept}. "
+
     @contextlib.contextmanager
     def _starting(self) -> Iterator[None]:
         with _inside(self._run_dir), contextlib.ExitStack() as stack:
-            if self._local:
-                stack.enter_context(local_ray.lean(self._forks.address if self._forks else None))
+            if self._reaper is not None:
+                stack.enter_context(local_ray.lean(self._forks.address if self._forks else None, self._session_begins))
             yield
 
     def launch(self, names: Sequence[str], url: str, run: str) -> None:

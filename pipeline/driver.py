@@ -18,6 +18,7 @@ from contracts.core import Clock, Entry
 from contracts.envelope import STREAM_OF, STREAMS, Envelope, decode, encode
 from contracts.events import (
     ActorBooted,
+    ActorFailed,
     EngineHealth,
     Event,
     FleetScaled,
@@ -55,6 +56,8 @@ class Reporter(Protocol):
     def update(self, view: View, now: float) -> None: ...
 
     def note(self, message: str, **fields: object) -> None: ...
+
+    def error(self, message: str, **fields: object) -> None: ...
 
 
 class Processes(Protocol):
@@ -141,6 +144,8 @@ class Driver:
                 process = Process(event.pid, event.host, envelope.wall_ns / 1e9)
                 self._processes_of[event.actor] = (event.boot, process)
                 await self._booted(event)
+            case ActorFailed(fatal=False) as event:
+                self._reporter.error(f"{event.actor}: {event.message}", error=event.error)
             case EngineHealth(ordered=True) as event:
                 self._restart(event)
             case FleetScaled(engines=engines):

@@ -154,7 +154,9 @@ def batches(run: RunDir, behind: Mapping[str, int] | None = None, size: int = BA
     except archive.ArchiveError as error:
         raise PipelineError(str(error), Exit.FAILED) from error
     except ContractError as error:
-        message = f"{run.events}: {error}; this log was written by another release"
+        message = (
+            f"{run.events}: {error}; this log was written by another version, {run.info().written_by}: use that one"
+        )
         raise PipelineError(message, Exit.FAILED) from error
 
 

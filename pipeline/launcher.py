@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,24 +52,34 @@ def resume(run: str, overrides: Sequence[str]) -> Exit:
     """Go on with a run that was interrupted or failed."""
     directory = RunDir.find(run)
     before = rundir.config_of(directory)
-    config = rundir.load_config(str(directory / "config.yaml"), overrides)
-    refused = resuming.refusals(before, config)
+    written = resuming.written(directory, before)
+    config = preflight.absolute(rundir.load_config(str(directory / "config.yaml"), overrides), Path.cwd())
+    edited = {key: value for key, (_, value) in resuming.changes(before, written).items()}
+    refused = resuming.refusals(before, config, edited.keys() - resuming.changes(written, config).keys())
     if refused:
         raise PipelineError("\n".join(refused), Exit.USAGE)
     preflight.check(config)
     directory.lock()
     directory.update(pid=os.getpid(), ended=None)
-    return Session(config, directory, before=before).run()
+    return Session(config, directory, before=before, edited=edited).run()
 
 
 class Session:
     """One driver's life in a run directory that it has locked."""
 
-    def __init__(self, config: RunConfig, directory: RunDir, *, before: RunConfig | None = None) -> None:
-        """`before`: the settings that a resumed run had so far."""
+    def __init__(
+        self,
+        config: RunConfig,
+        directory: RunDir,
+        *,
+        before: RunConfig | None = None,
+        edited: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`before`: the settings that a resumed run had so far; `edited`: those that differ in config.yaml."""
         self._config = config
         self._directory = directory
         self._before = before
+        self._edited = edited or {}
         self._resumed = before is not None
         self._clock = WallClock()
         self._log = _logger(directory)
@@ -90,28 +100,27 @@ class Session:
         done = judge(self._config, self._view, {}, 0.0, 0.0) if self._resumed else None
         if done is not None and done.code is Exit.DONE:
             return self._farewell(done)
-        cluster = self._processes()
-        cluster.prepare()
+        cluster, broker = self._processes(), None
+        refused = not self._resumed
         try:
+            cluster.prepare()
             broker = self._broker()
-        except PipelineError:
-            cluster.stop()
-            if not self._resumed:
-                self._directory.withdraw()
-            raise
-        try:
+            refused = False
             last = self._recover(broker, last)
             self._directory.update(redis_url=_shareable(broker.url))
             with self._aside(), self._reporter:
                 cluster.start()
                 verdict = asyncio.run(self._drive(broker, cluster, last))
         except (KeyboardInterrupt, SystemExit):  # Ray turns SIGTERM into the latter while it starts
-            verdict = Verdict(Exit.INTERRUPTED, "interrupted", "interrupted before the run began")
+            verdict, refused = Verdict(Exit.INTERRUPTED, "interrupted", "interrupted before the run began"), False
         except BusError as error:
             verdict = Verdict(Exit.BROKER, "broker failed", f"the store: {error}")
         finally:
             cluster.stop()
-            broker.stop()
+            if broker is not None:
+                broker.stop()
+            elif refused:
+                self._directory.withdraw()
         self._directory.update(ended=verdict.reason)
         return self._farewell(verdict)
 
@@ -137,6 +146,8 @@ class Session:
         """Make store and files of a resumed run agree; answers the last entry of each stream that counts."""
         if self._before is None:
             return last
+        if self._edited:
+            self._reporter.note("config.yaml was edited, and counts", **self._edited)
         from pipeline.recovery import recover
 
         note = self._reporter.note

@@ -13,8 +13,8 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -39,28 +39,22 @@ AGENT = "_build_python_executable_command_memory_profileable"
 PORTS = ("METRICS_AGENT_PORT_NAME", "METRICS_EXPORT_PORT_NAME", "DASHBOARD_AGENT_LISTEN_PORT_NAME")
 PORTS += ("RUNTIME_ENV_AGENT_PORT_NAME",)
 """Where the node waits for its agents to say that they listen; -1 says that they never will."""
-LATEST = "/tmp/ray/session_latest"
-"""Link to the folder of the Ray that was started last on this host."""
 NODE_S, LOOK_EVERY_S = 30.0, 0.05
 """How long to look for a local Ray's own node, and how often."""
 
 
-def session() -> Path | None:
-    """The folder of the Ray that this process has started, for sockets and Ray's own logs; None if it has none."""
-    from ray._private import worker
-
-    node = getattr(worker, "_global_node", None)
-    return None if node is None else Path(node.get_session_dir_path())
-
-
 @contextlib.contextmanager
-def lean(forks: str | None) -> Iterator[None]:
-    """Start a local Ray inside. Its workers are forks of the server at the Unix socket `forks`, if there is one."""
+def lean(forks: str | None, session: Callable[[Path], None]) -> Iterator[None]:
+    """Start a local Ray inside. Its workers are forks of the server at the Unix socket `forks`, if there is one.
+
+    `session` is told of the folder for Ray's sockets and logs before it is made: a start may be interrupted anywhere.
+    """
     from ray import _raylet
     from ray._private import services
     from ray._private.node import Node
 
     wanted: list[tuple[Any, str, Any]] = [(Node, name, lambda *_, **__: None) for name in UNUSED]
+    wanted.append((Node, "_init_temp", partialmethod(_init_temp, getattr(Node, "_init_temp", None), session)))
     wanted.append((services, "get_node", partial(_get_node, getattr(services, "get_node", None))))
     silent = all(hasattr(_raylet, name) for name in (*PORTS, "persist_port")) and hasattr(services, AGENT)
     if issubclass(getattr(services, "ConsolePopen", type), subprocess.Popen):
@@ -80,6 +74,14 @@ def lean(forks: str | None) -> Iterator[None]:
         os.environ.pop(forked_worker.ADDRESS, None)
         for owner, name, old, _ in found:
             setattr(owner, name, old)
+
+
+def _init_temp(node: Any, original: Any, session: Callable[[Path], None], *args: Any) -> Any:
+    """Ray's `Node._init_temp`, which makes the folder."""
+    from ray._common.utils import get_default_ray_temp_dir
+
+    session(Path(node._ray_params.temp_dir or get_default_ray_temp_dir(), node._session_name))
+    return original(node, *args)
 
 
 def _start_raylet(original: Any, *args: Any, silent: bool, forks: bool, **kwargs: Any) -> Any:

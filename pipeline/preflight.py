@@ -94,6 +94,7 @@ def check(config: RunConfig) -> None:
         _gym(config)
         _port(config)
         _gpus(config)
+        _offload(config)
         _gpu_memory(config)
 
 
@@ -263,6 +264,22 @@ def _gpus(config: RunConfig) -> None:
                 "(CUDA_VISIBLE_DEVICES counts); name others, or cpu",
                 Exit.MISSING,
             )
+
+
+def _offload(config: RunConfig) -> None:
+    """`auto` may turn out to be a CPU."""
+    trainer = config.trainer
+    if (
+        trainer.offload != "none"
+        and trainer.device == "auto"
+        and config.engine.release == "none"
+        and not machine.gpus()
+    ):
+        raise PipelineError(
+            f"trainer.offload={trainer.offload} makes room on a GPU, but trainer.device=auto finds none here "
+            "(CUDA_VISIBLE_DEVICES counts): leave it out",
+            Exit.USAGE,
+        )
 
 
 def _gpu_memory(config: RunConfig) -> None:

@@ -186,7 +186,7 @@ def _fold(actor: str, records: Sequence[bytes], eras: Eras) -> Iterable[tuple[An
         if fingerprint(commands) != record.commands:
             raise NotRebuildable(
                 f"step {record.seq} of {actor} ({type(input).__name__}) decides otherwise than it did: this is another "
-                "release, or config.yaml was changed by hand"
+                "release, or its settings in run.json were changed by hand"
             )
         seq = record.seq
         yield record, input, commands, state

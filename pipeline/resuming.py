@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from fnmatch import fnmatchcase
 from typing import Any
 
 import msgspec
 
+from config import loading
 from config.schema import RunConfig
+from pipeline.errors import Exit, PipelineError
+from pipeline.rundir import RunDir
 
 CHANGEABLE = (
     "steps",
@@ -84,15 +87,38 @@ REASONS = {
 }
 
 
-def refusals(before: RunConfig, after: RunConfig) -> list[str]:
-    """One sentence for each setting that differs and may not."""
-    was, wanted = dict(_leaves(before)), dict(_leaves(after))
+def refusals(before: RunConfig, after: RunConfig, edited: Collection[str] = ()) -> list[str]:
+    """One sentence for each setting that differs and may not. `edited`: those that config.yaml brings."""
     return [
-        f"{key}={wanted[key]!r}: a resumed run keeps {key}={was[key]!r}, for {_reason(key)}: "
-        "leave it out, or start a new run"
-        for key in was
-        if was[key] != wanted[key] and not any(fnmatchcase(key, pattern) for pattern in CHANGEABLE)
+        f"{key}={wanted!r}: a resumed run keeps {key}={was!r}, for {_reason(key)}: "
+        + ("put that back in its config.yaml" if key in edited else "leave it out")
+        + ", or start a new run"
+        for key, (was, wanted) in changes(before, after).items()
+        if not any(fnmatchcase(key, pattern) for pattern in CHANGEABLE)
     ]
+
+
+def written(run: RunDir, before: RunConfig) -> RunConfig:
+    """What config.yaml says, which a person may have edited since; one that is missing is written anew.
+
+    Raises `PipelineError` if it can't be read.
+    """
+    path = run / "config.yaml"
+    if not path.exists():
+        path.write_text(loading.dump(before))
+    try:
+        return loading.load(path)
+    except loading.ConfigError as error:
+        raise PipelineError(
+            "\n".join(error.problems) + f"\nCorrect {path}, or delete it: the settings of the run are in run.json too",
+            Exit.USAGE,
+        ) from error
+
+
+def changes(before: RunConfig, after: RunConfig) -> dict[str, tuple[Any, Any]]:
+    """Setting -> its value before and after, of those that differ."""
+    was, wanted = dict(_leaves(before)), dict(_leaves(after))
+    return {key: (was[key], wanted[key]) for key in was if was[key] != wanted[key]}
 
 
 def _reason(key: str) -> str:

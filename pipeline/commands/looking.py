@@ -224,15 +224,21 @@ def bundle(run: str | None, out: Path | None, payloads: bool, stacks: bool, test
     directory = RunDir.find(run)
     if test is not None:
         with writing(tests):
-            click.echo(bundling.to_test(directory, tests, test, payloads=payloads))
+            path, damage = bundling.to_test(directory, tests, test, payloads=payloads)
+        click.echo(path)
+        _left_out(damage)
         return
     target = out or Path(f"{directory.path.name}.tar.gz")
     with writing(target):
         facts = bundling.make(directory, target, payloads=payloads, stacks=stacks)
     click.echo(f"{target}: {target.stat().st_size:,} bytes, {facts['hidden']} secrets hidden")
-    for line in facts["damage"]:
-        click.echo(f"damaged, and left out: {line}")
+    _left_out(facts["damage"])
     click.echo("it holds " + ("prompts and trajectories" if payloads else "no prompts and no trajectories"))
+
+
+def _left_out(damage: list[str]) -> None:
+    for line in damage:
+        click.echo(f"damaged, and left out: {line}")
 
 
 @click.command()

@@ -34,7 +34,7 @@ class Reader:
         except msgspec.ValidationError as error:
             raise PipelineError(
                 f"journal record {record.seq} is no input of this version's core: {error}; "
-                "replay with the version that run.json names",
+                "replay with the version that wrote it (versions in run.json)",
                 Exit.FAILED,
             ) from error
 
@@ -58,7 +58,9 @@ def actors(run: RunDir) -> tuple[str, ...]:
 def read(run: RunDir, streams: Collection[str] | None) -> Iterator[Entry]:
     """Archived records of the journals. Raises `PipelineError` if they are damaged or missing."""
     if not (run / "journals").is_dir():
-        raise PipelineError(f"{run.path} holds no journals: nothing can be replayed", Exit.USAGE)
+        raise PipelineError(
+            f"{run.path} holds no journals, so nothing can be replayed: put its folder journals/ back", Exit.USAGE
+        )
     try:
         yield from archive.read(run / "journals", streams)
     except archive.ArchiveError as error:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import msgspec
 
 from actors import registry
+from actors.recorder import archive
 from actors.recorder.ordering import number
 from config.schema import RunConfig
-from contracts.core import Booted, Core, Delivered, LeaseLost, Ref, Tick
+from contracts.core import Booted, Core, Delivered, Entry, LeaseLost, Ref, Tick
 from contracts.envelope import Envelope
 from contracts.events import kind
 from pipeline import eventlog
@@ -20,7 +21,7 @@ from pipeline.cores import core_of
 from pipeline.errors import Exit, PipelineError
 from pipeline.moments import Moment
 from pipeline.replay import journals
-from pipeline.rundir import Era, RunDir
+from pipeline.rundir import CODE, Era, RunDir
 from pipeline.runtime.journal import Record
 
 
@@ -42,8 +43,13 @@ class Place(msgspec.Struct, frozen=True):
 class Log:
     """Every archived event, by its place."""
 
-    def __init__(self, events: Sequence[tuple[int, Envelope[Any]]]) -> None:
+    def __init__(
+        self, events: Sequence[tuple[int, Envelope[Any]]], entries: Callable[[], Iterable[Entry]] = tuple
+    ) -> None:
+        """`entries` reads once more what `events` were decoded from."""
         self.events = events
+        self._entries = entries
+        self._bodies: dict[str, dict[int, dict[str, Any]]] = {}
         self.positions = [position for position, _ in events]
         self.by_position = dict(events)
         self.by_id = {envelope.id: (position, envelope) for position, envelope in events}
@@ -61,7 +67,19 @@ class Log:
         events = [(number(entry.entry), envelope) for entry, envelope in eventlog.archived(run)]
         if not events:
             raise PipelineError(f"{run.path} holds no events: nothing was archived", Exit.USAGE)
-        return cls(sorted(events, key=lambda event: event[0]))
+        return cls(sorted(events, key=lambda event: event[0]), lambda: archive.read(run.events))
+
+    def written(self, position: int) -> dict[str, Any] | None:
+        """The event at a place as it is written there: without fields that its kind got since, which have defaults."""
+        wanted = kind(self.by_position[position].body)
+        if wanted not in self._bodies:
+            found = ((number(entry.entry), entry.data) for entry in self._entries())
+            self._bodies[wanted] = {
+                place: msgspec.msgpack.decode(data)["body"]
+                for place, data in found
+                if kind(self.by_position[place].body) == wanted
+            }
+        return self._bodies[wanted].get(position)
 
     def place(self, moment: Moment | None) -> Place:
         """Where a moment is; None: the end. Raises `PipelineError` if it lies outside or names no event of the run."""
@@ -102,6 +120,7 @@ class Track:
         self.records = records
         self.emitted: Mapping[int, list[tuple[int, Envelope[Any]]]] = log.emitted.get(name, {})
         self._log = log
+        self.written = log.written
         self._inputs = msgspec.msgpack.Decoder(_Slim | Booted | Tick | LeaseLost | core.local_type)
         self._whole = journals.Reader(core)
         self._seqs = sorted(self.emitted)
@@ -167,10 +186,17 @@ class Recorded:
     """A run to be replayed: its log and its actors' tracks. `past`: the settings of earlier eras, oldest first."""
 
     def __init__(
-        self, config: RunConfig, log: Log, records: Mapping[str, Sequence[Record]], past: Sequence[Era] = ()
+        self,
+        config: RunConfig,
+        log: Log,
+        records: Mapping[str, Sequence[Record]],
+        past: Sequence[Era] = (),
+        code: str | None = None,
     ) -> None:
+        """`code`: digest of the code that the run was started with (`rundir.versions`)."""
         self.config = config
         self.log = log
+        self.code = code
         self.tracks: dict[str, Track] = {}
         for name, found in records.items():
             _check_whole(name, found)
@@ -185,7 +211,9 @@ class Recorded:
             known = ", ".join(journals.actors(run))
             what = "journals" if actor is None else f"journal of {actor!r}"
             raise PipelineError(f"{run.path} holds no {what}; it has those of {known or 'nobody'}", Exit.USAGE)
-        return cls(config, log, {name: records[name] for name in sorted(records, key=_order)}, run.info().eras)
+        info = run.info()
+        ordered = {name: records[name] for name in sorted(records, key=_order)}
+        return cls(config, log, ordered, info.eras, info.versions.get(CODE))
 
 
 def eras_of(name: str, config: RunConfig, past: Sequence[Era]) -> list[tuple[int | None, Core[Any]]]:

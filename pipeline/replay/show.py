@@ -77,6 +77,10 @@ def verdict(found: Verdict) -> Iterator[str]:
         yield f"  input     {each.input}"
         yield from (f"  recorded  {line}" for line in each.recorded)
         yield from (f"  now       {line}" for line in each.answered)
+    if found.absent:
+        yield f"written by an older version, whose events have no {', '.join(found.absent)}: compared without"
+    if found.divergences and found.other_code:
+        yield "the run was started by other code than this (`code` in its run.json): its cores may decide otherwise"
     same = "all as recorded" if not found.divergences else f"{len(found.divergences)} actors diverge"
     yield f"{found.actors} actors, {found.steps} steps, {found.events} events: {same}"
 

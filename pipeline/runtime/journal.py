@@ -31,12 +31,12 @@ class JournalDiverged(RuntimeError):
 _encoder = msgspec.msgpack.Encoder(enc_hook=lambda value: repr(value))
 
 
-def fingerprint(commands: Sequence[Any]) -> bytes:
-    """8-byte hash of a step's commands: type names and fields, in order."""
+def fingerprint(commands: Sequence[Any], written: Sequence[Any] | None = None) -> bytes:
+    """8-byte hash of a step's commands: type names and fields, in order; `written`: what to encode in their stead."""
     digest = hashlib.blake2b(digest_size=8)
-    for command in commands:
+    for command, value in zip(commands, commands if written is None else written, strict=True):
         digest.update(type(command).__name__.encode())
-        digest.update(_encoder.encode(command))
+        digest.update(_encoder.encode(value))
     return digest.digest()
 
 

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import msgspec
 import pytest
 from click.testing import CliRunner, Result
-from story import Story, trained  # pyright: ignore[reportMissingImports] - pytest puts its folder on the path
+from story import Story, booted, trained  # pyright: ignore[reportMissingImports] - pytest puts its folder on the path
 
 from contracts import events
 from contracts.core import Fatal
@@ -139,9 +139,11 @@ def test_an_unreachable_store_is_refused_in_time_without_its_password_and_leaves
     assert "REDIS_URL=redis://me:***@127.0.0.1:1/0" in done.stderr
     assert "hunter2" not in done.stdout + done.stderr
     assert time.monotonic() - began < 30
+    assert not (tmp_path / "run").exists()
     malformed = process(["up", "run_dir=run"], tmp_path, REDIS_URL="http://x")
     assert malformed.returncode == Exit.BROKER
     assert "Accepted forms: redis://" in malformed.stderr, "the same command, corrected, is not refused as a second run"
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_stray_module_beside_the_caller_is_named(tmp_path: Path) -> None:
@@ -175,6 +177,51 @@ def test_a_resumed_run_keeps_its_settings(make_run: Callable[..., RunDir]) -> No
     assert "buffer.groups=7: a resumed run keeps buffer.groups=" in result.output
     assert "steps" not in result.output
     assert "leave out 'quickstart'" in call("up", "quickstart", "--resume", str(run.path)).output
+
+
+def edit(run: RunDir, old: str, new: str) -> None:
+    text = (run / "config.yaml").read_text()
+    assert old in text
+    (run / "config.yaml").write_text(text.replace(old, new))
+
+
+def test_a_config_yaml_that_was_edited_counts_as_if_its_values_were_given(
+    make_run: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(trained(2))
+    edit(run, "seed: 0", "seed: 7")
+    result = call("up", "--resume", str(run.path), "buffer.groups=7")
+    assert result.exit_code == Exit.USAGE
+    assert (
+        "seed=7: a resumed run keeps seed=0, for the tasks issued so far came from it: put that back" in result.output
+    )
+    assert "buffer.groups=7: a resumed run keeps buffer.groups=32, for batches and credit are counted" in result.output
+    assert result.output.count("leave it out") == 1
+    edit(run, "seed: 7", "seed: 0")
+    edit(run, "steps: 160", "steps: 900")
+    sessions: list[launcher.Session] = []
+    monkeypatch.setattr(launcher.Session, "run", lambda self: sessions.append(self) or Exit.DONE)
+    monkeypatch.setattr(launcher.RunDir, "lock", lambda _: None)
+    assert call("up", "--resume", str(run.path), "steps=900", "trainer.lr=1e-3").exit_code == Exit.DONE
+    (session,) = sessions
+    assert session._before is not None
+    assert (session._before.steps, session._config.steps, session._config.trainer.lr) == (160, 900, 1e-3)
+    assert session._edited == {"steps": 900}
+
+
+def test_a_damaged_config_yaml_is_named_with_its_fix_and_a_missing_one_is_written_anew(
+    make_run: Callable[..., RunDir],
+) -> None:
+    run = make_run(trained(2))
+    path = run / "config.yaml"
+    before = path.read_text()
+    path.write_text("steps: [")
+    result = call("up", "--resume", str(run.path))
+    assert result.exit_code == Exit.USAGE
+    assert f"Correct {path}, or delete it: the settings of the run are in run.json too" in result.output
+    path.unlink()
+    assert "seed=5: a resumed run keeps" in call("up", "--resume", str(run.path), "seed=5").output
+    assert path.read_text() == before
 
 
 def test_a_live_run_is_not_resumed(make_run: Callable[..., RunDir]) -> None:
@@ -298,7 +345,8 @@ def test_a_damaged_archive_is_named(make_run: Callable[..., RunDir]) -> None:
     (run.events / "000001.zst").unlink()
     result = call("log", str(run.path))
     assert result.exit_code == Exit.FAILED
-    assert "000001.zst is missing" in result.output
+    assert "000001.zst is missing: index.json lists" in result.output
+    assert "put back a copy of it; `pipeline bundle` packs what can be read without it" in result.output
 
 
 @pytest.mark.parametrize("command", ["log", "why", "trace", "diff", "export", "report", "verify"])
@@ -315,6 +363,13 @@ def test_a_run_whose_events_were_removed_is_not_taken_for_one_without(
     result = call(command, *words, str(run.path))
     assert result.exit_code == Exit.FAILED
     assert f"{run.events} holds no event, although this run has metrics.jsonl" in result.output
+
+
+def test_starts_of_actors_are_counted_not_the_numbers_that_they_have(make_run: Callable[..., RunDir]) -> None:
+    story = Story()
+    story.add(booted("buffer", 1), actor="buffer", boot=1)
+    story.add(booted("buffer", 3), actor="buffer", boot=3)  # a resume with other settings took number 2
+    assert " boots=2\n" in call("verify", str(make_run(story).path)).output
 
 
 # --- report and actor ---
@@ -411,6 +466,24 @@ def test_a_signal_while_processes_start_ends_the_run_in_order(
     assert calls == ["called", "called", "stopped"]
     assert RunDir.open(tmp_path / "run").info().ended == "interrupted"
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_an_interrupt_while_the_store_starts_ends_what_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        launcher, "Cluster", lambda *_: SimpleNamespace(prepare=lambda: None, stop=lambda: calls.append("stopped"))
+    )
+    monkeypatch.setattr(launcher, "choose", interrupt)
+    result = call("up", "quickstart", f"run_dir={tmp_path / 'run'}")
+    assert result.exit_code == Exit.INTERRUPTED, result.output
+    assert f"pipeline up --resume {tmp_path / 'run'}" in result.output
+    assert calls == ["stopped"]
 
 
 def test_an_interrupted_command_has_its_code(monkeypatch: pytest.MonkeyPatch) -> None:

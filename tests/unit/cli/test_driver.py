@@ -119,6 +119,9 @@ class Screen:
     def note(self, message: str, **fields: object) -> None:
         self.notes.append(message)
 
+    def error(self, message: str, **fields: object) -> None:
+        self.notes.append(f"error: {message}")
+
 
 class Scene:
     def __init__(self, config: RunConfig = CONFIG, view: View | None = None) -> None:
@@ -288,6 +291,20 @@ async def test_a_restart_is_noted_and_an_actor_that_restarts_while_stopping_is_t
     await scene.run()
     assert stops == 2
     assert "actor restarted" in scene.screen.notes
+
+
+async def test_what_went_wrong_is_told_at_once_though_the_run_goes_on() -> None:
+    scene = Scene()
+    story = Story()
+    story.add(failed("trainer", fatal=False, message="checkpoint damaged; going on from the one before"))
+
+    def launched() -> None:
+        scene.log.put(story)
+        scene.log.put(finished(1))
+
+    scene.processes.on_launch = launched
+    await scene.run()
+    assert scene.screen.notes[0] == "error: trainer: checkpoint damaged; going on from the one before"
 
 
 async def test_actors_that_do_not_leave_are_named_after_the_deadline() -> None:

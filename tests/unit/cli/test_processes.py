@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,9 +171,73 @@ def test_a_local_ray_that_is_always_late_and_a_cluster_that_is_not_there_fail_wi
             one.start()
         assert caught.value.code is Exit.FAILED
         assert f"launch.ray_address={address or 'null'}" in str(caught.value)
-        assert ("/tmp/ray/session_latest/logs" if address is None else "ray status --address=") in str(caught.value)
+        assert ("/dev/shm" if address is None else "ray status --address=") in str(caught.value)
         assert late_ray == ["init", "shutdown"] * tries
         one.stop()
+
+
+@pytest.fixture
+def session_of_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Path]:
+    """Has Ray make the folder of a session, as its start does first of all; answers the folder."""
+    from ray._private.node import Node
+
+    assert hasattr(Node, "_init_temp"), "the folder of a start that is interrupted is known by this method"
+
+    def make(node: Any) -> None:
+        folder = Path(node._ray_params.temp_dir, node._session_name)
+        (folder / "logs").mkdir(parents=True)
+        (folder / "logs" / "gcs_server.err").write_text("no room")
+
+    monkeypatch.setattr(Node, "_init_temp", make)
+
+    def start() -> Path:
+        node: Any = object.__new__(Node)
+        node._ray_params, node._session_name = SimpleNamespace(temp_dir=str(tmp_path / "ray")), "session_1"
+        node._init_temp()
+        return tmp_path / "ray" / "session_1"
+
+    return start
+
+
+def test_an_interrupt_while_ray_starts_leaves_no_folder_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session_of_ray: Callable[[], Path]
+) -> None:
+    import ray
+
+    made: list[Path] = []
+
+    def init(**_: object) -> None:
+        made.append(session_of_ray())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ray, "init", init)
+    here = Cluster(RunConfig(), tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        here.start()
+    assert made[0].exists()
+    here.stop()
+    assert not made[0].exists()
+
+
+def test_what_ray_wrote_before_it_failed_is_kept_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, session_of_ray: Callable[[], Path]
+) -> None:
+    import ray
+
+    def init(**_: object) -> None:
+        if not (tmp_path / "ray").exists():
+            session_of_ray()
+        raise Exception("late")
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    (tmp_path / "logs").mkdir()
+    here = Cluster(RunConfig(), tmp_path)
+    with pytest.raises(PipelineError, match=r"late\. Its logs are in .*/logs/ray\. "):
+        here.start()
+    here.stop()
+    assert not (tmp_path / "ray" / "session_1").exists()
+    assert (tmp_path / "logs" / "ray" / "gcs_server.err").read_text() == "no room"
 
 
 def test_a_cluster_that_was_not_started_needs_no_stop(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from story import Story
+from story import Story  # pyright: ignore[reportMissingImports] - pytest puts its folder on the path
 
 from config import loading
 from pipeline import rundir
@@ -43,7 +43,7 @@ def test_a_new_run_has_its_folders_configuration_and_facts(tmp_path: Path) -> No
     assert found.run.startswith("demo-")
     assert found.pid == os.getpid()
     assert found.versions["python"] == sys.version.split()[0]
-    assert {"sluice-rl", "ray", "torch"} <= found.versions.keys()
+    assert {"sluice-rl", "ray", "torch", "code"} <= found.versions.keys()
     assert found.config["steps"] == CONFIG.steps
     assert (run / "config.yaml").read_text() == "steps: 3\n"
 
@@ -83,7 +83,7 @@ def test_the_directory_of_a_live_run_is_refused_and_that_of_a_dead_one_can_be_re
     finally:
         other.send_signal(signal.SIGKILL)
         other.wait()
-        other.stdout.close()
+        other.stdout.close()  # pyright: ignore[reportOptionalMemberAccess]
     assert f"holds an earlier run: go on with `pipeline up --resume {path}`" in refusal(lambda: create(path))
     RunDir.open(path).lock()
 
@@ -95,19 +95,24 @@ def test_an_unfinished_draft_of_a_run_can_be_used_again(tmp_path: Path) -> None:
     assert create(tmp_path / "run").info().name == "demo"
 
 
-@pytest.mark.parametrize(
-    ("written", "free"),
-    [(None, True), ("logs/driver.jsonl", True), ("logs/trainer.jsonl", False), ("broker.txt", False)],
-)
-def test_a_run_that_was_refused_gives_its_directory_back_unless_something_is_in_it(
-    tmp_path: Path, written: str | None, free: bool
-) -> None:
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_run_that_was_refused_leaves_nothing(tmp_path: Path, existed: bool) -> None:
+    if existed:
+        (tmp_path / "run").mkdir()
     run = create(tmp_path / "run")
-    if written is not None:
-        (run / written).touch()
+    (run / "logs/driver.jsonl").touch()
     run.withdraw()
-    run.unlock()
-    assert (run / "run.json").exists() is not free
+    assert list(tmp_path.rglob("*")) == ([tmp_path / "run"] if existed else [])
+    create(tmp_path / "run").unlock()
+
+
+@pytest.mark.parametrize("written", ["logs/trainer.jsonl", "broker.txt"])
+def test_a_run_that_was_refused_stays_when_somebody_else_wrote_into_it(tmp_path: Path, written: str) -> None:
+    run = create(tmp_path / "run")
+    (run / written).touch()
+    run.withdraw()
+    assert (run / "run.json").exists()
+    assert (run / written).exists()
 
 
 def test_runs_are_found_by_path_by_name_and_by_being_newest(
@@ -128,14 +133,30 @@ def test_runs_are_found_by_path_by_name_and_by_being_newest(
     said = refusal(lambda: RunDir.find(first.path.name[:-1] + "x"))
     assert any(f"did you mean {run.path.name}?" in said for run in (first, second))
     (tmp_path / "nothing").mkdir()
-    assert "holds no run" in refusal(lambda: RunDir.find("nothing"))
+    assert "holds no run (it has no run.json): give the directory" in refusal(lambda: RunDir.find("nothing"))
+    (tmp_path / "file").touch()
+    assert "file is a file: give the directory of a run" in refusal(lambda: RunDir.find("file"))
+    other = first if newest is second else second
+    (other / "run.json").write_text("{")
+    os.utime(other / "run.json", (0, 0))
+    assert RunDir.find(None).path == newest.path, "damage of an older run is no obstacle"
 
 
 def test_damaged_facts_are_an_error_that_names_the_file(tmp_path: Path) -> None:
     run = create(tmp_path / "run")
     (run / "run.json").write_text("{")
-    assert str(run / "run.json") in refusal(run.info)
+    assert f"{run / 'run.json'} can't be read: Input data was truncated. Put back a copy of it" in refusal(run.info)
     assert str(run / "run.json") in refusal(lambda: RunDir.find(str(run.path)))
+
+
+def test_a_run_goes_by_the_settings_in_its_facts(tmp_path: Path) -> None:
+    run = create(tmp_path / "run")
+    (run / "config.yaml").write_text("[")
+    assert rundir.config_of(run) == CONFIG
+    run.update(config={**run.info().config, "steps": -2})
+    said = refusal(lambda: rundir.config_of(run))
+    assert "run.json holds settings that this version can't use: steps=-2: expected a whole number" in said
+    assert f"Use the version that wrote them, sluice-rl 0.1.0 (code {rundir.code()})" in said
 
 
 def test_facts_are_replaced_whole(tmp_path: Path) -> None:

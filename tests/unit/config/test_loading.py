@@ -86,7 +86,13 @@ def test_an_unknown_recipe_names_the_nearest_and_all() -> None:
         ("buffer.group_policy=keep", "buffer.group_policy=keep: expected one of drop, replace, shrink, wait"),
         ("trainer.betas=[1]", "trainer.betas=[1]: expected a list of 2: a number from 0 to 1, a number"),
         ("engine.urls=[a,1]", "engine.urls=['a', 1]: expected a list of which each is text: Expected `str`"),
-        ("engine=torch", "engine='torch': expected a section with the keys kind, count,"),
+        ("engine=torch", "engine=torch: engine is a section, not a value: set its keys, as in engine.kind=..., or"),
+        ("engine=null", "engine=null: engine is a section, not a value"),
+        ("engine=[1]", "engine=[1]: engine is a section, not a value"),
+        ("rollout.attempts=3", "rollout.attempts=3: rollout.attempts is a section, not a value: set its keys, as in"),
+        ("producer.args=[1]", "producer.args=[1]: expected keys and values, such as producer.args.KEY=VALUE"),
+        ("model.params.vocabulary=[1]", "model.params.vocabulary=[1]: a list and keys with values can't be merged"),
+        ("steps=${oc.env:SLUICE_NO_SUCH}", "on the command line: Environment variable 'SLUICE_NO_SUCH' not found"),
         ("target_reward=high", "target_reward=high: expected a number from -1000000 to 1000000 or null"),
         ("gateway.port=70000", "gateway.port=70000: expected a whole number from 0 to 65535; the most is 65535"),
         (
@@ -162,6 +168,11 @@ def test_external_engines_are_counted_by_their_urls() -> None:
         (["refit.deadline_s=10"], "refit.drain_deadline_s=30 must be under refit.deadline_s=10"),
         (["refit.drain=in_flight", "engine.kind=sglang"], "refit.drain=in_flight needs engine.kind=torch"),
         (["refit.drain=in_flight", "refit.verify=probe"], "refit.verify=probe generates before the commit"),
+        (["refit.verify=fleet", "engine.count=1"], "engine.count=1 leaves nothing to compare: use digest, or more"),
+        (
+            ["trainer.offload=all", "trainer.device=cpu"],
+            "trainer.offload=all makes room on a GPU, but trainer.device=cpu",
+        ),
         (["rollout.deadline_s=5"], "rollout.score_deadline_s=30 must not exceed rollout.deadline_s=5"),
         (["trainer.minibatches=1000"], "trainer.minibatches=1000 can't split a batch of 512"),
         (["trainer.betas=[0.9, 1.0]"], "trainer.betas=[0.9, 1.0]: each must be"),
@@ -189,6 +200,14 @@ def test_settings_that_contradict_each_other_are_refused(overrides: list[str], e
 @pytest.mark.parametrize("text", ["- a\n- b\n", "a: [\n", "a: 1\na: 2\n", "steps: ${nowhere}\n", "extends: [a]\n"])
 def test_a_recipe_that_is_no_mapping_or_no_yaml_is_refused_with_its_path(tmp_path: Path, text: str) -> None:
     assert str(tmp_path / "bad.yaml") in problems(write(tmp_path / "bad.yaml", text))
+
+
+def test_what_stands_where_a_section_belongs_is_told_of_every_layer(tmp_path: Path) -> None:
+    with pytest.raises(loading.ConfigError, match=r"own\.yaml: engine=torch: engine is a section"):
+        loading.load(write(tmp_path / "own.yaml", "extends: quickstart\nengine: torch\n"))
+    assert "engine=null" in problems("quickstart", "engine=null", "engine.count=2"), "a later one does not hide it"
+    told = problems("quickstart", "engine.urls=[http://a]", "engine.urls.b=1")
+    assert "engine.urls={'b': 1}: a list and keys with values can't be merged" in told
 
 
 def test_interpolations_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

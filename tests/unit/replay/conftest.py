@@ -18,7 +18,9 @@ from tests.stalls.scene import BASE, Scene
 
 def recorded_of(scene: Scene, config: RunConfig) -> Recorded:
     """The scene as `Recorded` would read it from an archive."""
-    log = Log([(number(e.entry), decode(e.stream, e.data)) for e in scene.world.store.log])
+    log = Log(
+        [(number(e.entry), decode(e.stream, e.data)) for e in scene.world.store.log], lambda: scene.world.store.log
+    )
     records = {
         name: [journals._records.decode(data) for data in found]
         for name, found in scene.world.store.journals.items()

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 
 from actors.recorder import archive as archives
 from actors.recorder.archive import Writer
+from config import loading
 from contracts import events
 from contracts.envelope import decode, encode
 from pipeline import bundle, cli
@@ -59,9 +60,7 @@ def stalled(tmp_path: Path) -> RunDir:
     info = json.loads((run / "run.json").read_text())
     info["config"]["producer"]["args"] = {"api_key": SECRET, "max_new_tokens": 64}
     (run / "run.json").write_text(json.dumps(info))
-    config = msgspec.yaml.decode((run / "config.yaml").read_bytes())
-    config["producer"]["args"] = {"api_key": SECRET, "max_new_tokens": 64}
-    (run / "config.yaml").write_bytes(msgspec.yaml.encode(config))
+    (run / "config.yaml").write_bytes(msgspec.yaml.encode(info["config"]))
     return run
 
 
@@ -103,8 +102,8 @@ def test_a_bundle_is_a_run_that_replays_and_is_explained(stalled: RunDir, tmp_pa
 
 
 def test_a_divergence_of_the_run_is_one_of_the_bundle(stalled: RunDir, tmp_path: Path):
-    text = (stalled / "config.yaml").read_text()
-    (stalled / "config.yaml").write_text(text.replace("max_staleness: 1", "max_staleness: 2"))
+    text = (stalled / "run.json").read_text()
+    (stalled / "run.json").write_text(text.replace('"max_staleness": 1', '"max_staleness": 2'))
     before = check(Recorded.read(stalled, config_of(stalled))).divergences
     bundle.make(stalled, tmp_path / "b.tar.gz", stacks=False)
     run = bundle.unpack(tmp_path / "b.tar.gz", tmp_path / "out")
@@ -157,16 +156,13 @@ def test_a_test_is_written_that_passes_now_and_fails_when_a_core_changes(stalled
     assert "test_long_tail_replays_as_recorded" in done.stdout
 
 
-def test_what_a_run_lacks_is_named_and_not_the_place_of_the_bundle(
-    stalled: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    shutil.copytree(stalled.path, tmp_path / "part", ignore=shutil.ignore_patterns("config.yaml"))
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(cli.main, ["bundle", "part", "--no-stacks"])
-    assert result.exit_code == Exit.USAGE, result.output
-    assert "config.yaml is missing" in result.output
-    assert "can't be written" not in result.output
-    assert not (tmp_path / "part.tar.gz").exists()
+@pytest.mark.parametrize("how", ["missing", "damaged"])
+def test_a_run_without_its_config_yaml_is_bundled_with_what_run_json_says(stalled: RunDir, tmp_path: Path, how: str):
+    config = config_of(stalled)
+    (stalled / "config.yaml").unlink() if how == "missing" else (stalled / "config.yaml").write_text("a: [")
+    assert bundle.make(stalled, tmp_path / "b.tar.gz", stacks=False)["damage"] == []
+    run = bundle.unpack(tmp_path / "b.tar.gz", tmp_path / "out")
+    assert loading.load(run / "config.yaml").steps == config_of(run).steps == config.steps
 
 
 def _flip(path: Path, at: int) -> None:
@@ -189,12 +185,14 @@ def test_of_a_damaged_run_what_can_be_read_is_taken_and_the_rest_is_named(stalle
     assert result.exit_code == 0, result.output
     said = [line for line in result.output.splitlines() if line.startswith("damaged, and left out: ")]
     assert len(said) == 2
-    assert "000002.zst is damaged: 0 of 1 records can be read" in said[0]
+    assert "000002.zst is damaged: 0 of 1 records can be read; put back a copy of it" in said[0]
     assert "index.json is damaged" in said[1]
     run = bundle.unpack(tmp_path / "b.tar.gz", tmp_path / "out")
     assert [entry.entry for entry in archives.read(run.events)] == [entry.entry for entry in before]
     assert json.loads((run / "bundle.json").read_text())["damage"] == [line.partition(": ")[2] for line in said]
     assert "drain_tail" in (run / "why.txt").read_text()
+    words = ["bundle", str(stalled.path), "--to-test", "torn", "--tests", str(tmp_path)]
+    assert "damaged, and left out: " in CliRunner().invoke(cli.main, words).output
 
 
 def test_steps_behind_a_gap_of_a_journal_are_left_out(stalled: RunDir, tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -11,17 +12,19 @@ from msgspec.structs import replace
 
 from actors.recorder.archive import Writer
 from actors.recorder.ordering import number
-from contracts.core import Delivered, Emit
-from contracts.events import EngineDrained, RefitCommitted, RefitRequested, TransferStarted
+from contracts.core import Delivered, Emit, Entry
+from contracts.envelope import decode
+from contracts.events import EngineDrained, EngineLoaded, RefitCommitted, RefitRequested, TransferStarted
 from pipeline import cli, moments
 from pipeline.cores import core_of
 from pipeline.errors import PipelineError
-from pipeline.replay import journals
+from pipeline.replay import journals, show
 from pipeline.replay.check import check
 from pipeline.replay.recorded import Log, Place, Recorded
 from pipeline.replay.states import differences, outline, plain
 from pipeline.replay.whatif import what_if
 from pipeline.rundir import Era, RunDir
+from pipeline.runtime.journal import fingerprint
 from tests.stalls.scene import BASE, Scene
 
 
@@ -159,6 +162,51 @@ def test_an_event_that_was_changed_in_the_log_is_found(recorded: Recorded, scene
     assert verdict.divergences[0].position <= position
 
 
+def without(entry: Entry, field: str) -> Entry:
+    """An entry as a version wrote it whose `engine.loaded` had no such field; else as it is."""
+    envelope = msgspec.msgpack.decode(entry.data)
+    if envelope["body"]["kind"] != "engine.loaded":
+        return entry
+    del envelope["body"][field]
+    return msgspec.structs.replace(entry, data=msgspec.msgpack.encode(envelope))
+
+
+def older(scene: Scene, made: Recorded, field: str) -> Recorded:
+    """The scene as that version recorded it, whose journals hash what it emitted."""
+    entries = [without(entry, field) for entry in scene.world.store.log]
+    log = Log([(number(e.entry), decode(e.stream, e.data)) for e in entries], lambda: entries)
+    records = {name: list(track.records) for name, track in made.tracks.items()}
+    for name, track in made.tracks.items():
+        for record, _, _, commands in track.steps():
+            plain: list[Any] = [msgspec.to_builtins(command, builtin_types=(bytes,)) for command in commands]
+            for each in plain:
+                if isinstance(each, dict) and each.get("event", {}).get("kind") == "engine.loaded":
+                    del each["event"][field]
+                    hashed = fingerprint(commands, plain)
+                    records[name][record.seq - 1] = msgspec.structs.replace(record, commands=hashed)
+    return Recorded(BASE, log, records)
+
+
+def test_a_log_from_before_an_event_had_a_field_is_compared_without_it(scene: Scene, recorded: Recorded):
+    verdict = check(older(scene, recorded, "fingerprint"))
+    assert verdict.divergences == ()
+    assert verdict.absent == ("engine.loaded.fingerprint",)
+    assert "written by an older version, whose events have no engine.loaded.fingerprint" in "\n".join(
+        show.verdict(verdict)
+    )
+
+
+def test_an_absent_field_hides_no_other_difference(scene: Scene, recorded: Recorded):
+    past = older(scene, recorded, "fingerprint")
+    track = past.tracks["engine-0"]
+    emitted = ((r, getattr(c, "event", None)) for r, _, _, commands in track.steps() for c in commands)
+    record = next(record for record, event in emitted if isinstance(event, EngineLoaded))
+    other = replace(record, commands=b"another.")
+    track.records = [other if each.seq == record.seq else each for each in track.records]
+    (found,) = check(past).divergences
+    assert (found.actor, found.seq, found.why) == ("engine-0", record.seq, "it answers other commands")
+
+
 def test_an_event_that_is_missing_from_the_log_is_found(recorded: Recorded):
     position, envelope = first(recorded, EngineDrained)
     events = [(p, e) for p, e in recorded.log.events if p != position]
@@ -283,7 +331,7 @@ def test_a_divergence_ends_with_exit_code_1(run: RunDir, tmp_path: Any):
     copy = tmp_path / "other"
     copy.mkdir()
     for name in ("run.json", "config.yaml"):
-        (copy / name).write_bytes((run / name).read_bytes().replace(b"max_staleness: 1", b"max_staleness: 2"))
+        (copy / name).write_bytes((run / name).read_bytes().replace(b'"max_staleness": 1', b'"max_staleness": 2'))
     for folder in ("events", "journals"):
         writer = Writer(copy / folder, 0.0)
         from actors.recorder.archive import read
@@ -294,6 +342,10 @@ def test_a_divergence_ends_with_exit_code_1(run: RunDir, tmp_path: Any):
     result = call(str(copy), "--check")
     assert result.exit_code == 1, result.output
     assert "DIVERGES: buffer" in result.output
+    assert "other code" not in result.output
+    facts = json.loads((copy / "run.json").read_text())
+    (copy / "run.json").write_text(json.dumps({**facts, "versions": {**facts["versions"], "code": "0"}}))
+    assert "the run was started by other code than this" in call(str(copy), "--check").output
     assert "emit credit.granted CreditGranted(total=8)" in result.output
     assert "emit credit.granted CreditGranted(total=12)" in result.output
 
