@@ -241,13 +241,14 @@ class Barriers:
 
     def _collect(self, turn: Turn) -> None:
         """Wait for the trainer and for every receiver, up to the epoch's deadline."""
-        sent = turn.barrier.transfer_s is not None
-        if turn.now >= turn.barrier.deadline_at:
+        barrier = turn.barrier
+        sent = barrier.transfer_s is not None
+        if turn.now >= barrier.deadline_at:
             waited = f"in {self._refit.deadline_s:g} s (refit.deadline_s)"
             if not sent:
                 self._faults.transfer_failed(turn, "transfer", "Deadline", f"the transfer did not end {waited}")
                 return
-            for seat in turn.barrier.seats:
+            for seat in barrier.seats:
                 if not seat.loaded:
                     self._faults.expel(turn, seat, "Deadline", f"did not load {waited}")
         loaded = sent and all([s.loaded for s in turn.barrier.seats])
@@ -292,8 +293,11 @@ class Barriers:
             transfer_s=event.transfer_s,
             bytes=event.bytes,
         )
+        engines = turn.state.engines.copy()
         for seat in barrier.seats:
-            turn.set_engine(seat.engine, serving=True, strikes=0, eligible_at=0.0)
+            engines[seat.engine] = replace(engines[seat.engine], serving=True, strikes=0, eligible_at=0.0)
+        turn.set(engines=engines)
+        for seat in barrier.seats:
             self._fleet.happen(turn, seat.engine, "committed", f"holds version {barrier.version}")
         turn.set(
             phase="idle",

@@ -253,6 +253,8 @@ class RefitState(msgspec.Struct, frozen=True):
 class Turn:
     """One step in the making: the state so far and the commands in order."""
 
+    __slots__ = ("commands", "now", "state")
+
     def __init__(self, state: RefitState, now: float) -> None:
         self.state = state
         self.now = now
@@ -270,22 +272,24 @@ class Turn:
 
     def set_barrier(self, **changes: Any) -> None:
         """Change fields of the current epoch."""
-        self.set(barrier=replace(self.barrier, **changes))
+        self.state = replace(self.state, barrier=replace(self.barrier, **changes))
 
     def set_engine(self, name: str, **changes: Any) -> None:
         """Change fields of one engine."""
         engines = self.state.engines
-        self.set(engines={**engines, name: replace(engines[name], **changes)})
+        self.state = replace(self.state, engines={**engines, name: replace(engines[name], **changes)})
 
     def set_seat(self, name: str, **changes: Any) -> None:
         """Change fields of one engine's part in the epoch."""
-        seats = tuple([replace(s, **changes) if s.engine == name else s for s in self.barrier.seats])
-        self.set_barrier(seats=seats)
+        barrier = self.barrier
+        seats = tuple([replace(s, **changes) if s.engine == name else s for s in barrier.seats])
+        self.state = replace(self.state, barrier=replace(barrier, seats=seats))
 
     def set_gate(self, gate: Gate) -> None:
         """Change, or add, one gateway's part in the epoch."""
-        others = (g for g in self.barrier.gates if g.gateway != gate.gateway)
-        self.set_barrier(gates=tuple(sorted((*others, gate), key=lambda g: g.gateway)))
+        barrier = self.barrier
+        gates = sorted([*[g for g in barrier.gates if g.gateway != gate.gateway], gate], key=lambda g: g.gateway)
+        self.state = replace(self.state, barrier=replace(barrier, gates=tuple(gates)))
 
     def do(self, *commands: Any) -> None:
         """Add commands."""
