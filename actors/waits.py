@@ -41,7 +41,7 @@ def due(wait: Wait | None) -> float | None:
     return None if wait is None or wait.announced else wait.since + QUIET_S
 
 
-def announce(wait: Wait, cause: str, actor: str) -> tuple[Wait, tuple[Any, ...]]:
-    """The wait, announced."""
-    event = WaitStarted(actor=actor, on=wait.on, cause=cause)
+def announce(wait: Wait, cause: str, actor: str, *, deadline_at: float | None = None) -> tuple[Wait, tuple[Any, ...]]:
+    """The wait, announced. `deadline_at`: when it fails; None if it is bounded by the run alone."""
+    event = WaitStarted(actor=actor, on=wait.on, cause=cause, deadline_at=deadline_at)
     return msgspec.structs.replace(wait, announced=True), (Emit(event),)

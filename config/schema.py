@@ -184,12 +184,12 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     ranks: Ranks = 1
     """Processes that train together, on one host: the trainer and those that it starts."""
     start_deadline_s: Seconds = 600.0
-    """Longest start of all ranks, model and all; `ranks` or megatron only, as the next two."""
+    """Longest start of all ranks, model and all."""
     step_deadline_s: Seconds = 1800.0
-    """Longest step, save or load that the ranks do together; then the trainer fails and starts again. With
-    engine.release any step, and then the run fails."""
+    """Longest step, save or load; then the trainer's process ends and starts again. With engine.release the run fails
+    then."""
     export_deadline_s: Seconds = 300.0
-    """Longest gathering of the weights on rank 0."""
+    """Longest gathering of the weights on rank 0. Where one rank is all, it is added to the others."""
     lr: Annotated[float, msgspec.Meta(gt=0, le=10)] = 1e-6
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Annotated[int, msgspec.Meta(ge=0, le=100_000_000)] = 0

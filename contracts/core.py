@@ -226,6 +226,13 @@ class Fatal(Exception):
     """Raised by a shell: the run can't go on, and a restart would not help. The message names the cause and the fix."""
 
 
+class Overdue(Exception):
+    """Raised by a shell: a thread of this process is beyond its deadline and can't be ended, so the process has to.
+
+    Its successor goes on. The message names what was not done, and the setting that bounds it.
+    """
+
+
 class PayloadGone(Exception):
     """A payload is not in the store: it was released, or never committed. `key` names it."""
 

@@ -7,8 +7,10 @@ import contextlib
 import importlib
 import logging
 import os
+import re
 import secrets
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -32,6 +34,8 @@ HEAVY = ("trainer", "engine")
 HEAD_START_S = 4.0
 """How much earlier, where there are fewer cores than actors: so long takes what their imports compute."""
 
+ANSWER_S = 10.0
+"""Longest wait for the head node to accept a connection; Ray itself goes on trying for minutes."""
 STARTS = 2
 """Tries of a local Ray: it gives its own node 30 s, which a busy machine may exceed."""
 
@@ -75,6 +79,7 @@ class Cluster:
             os.environ[reaper.MARK] = self._mark
             self._reaper = self._reaper or Reaper(self._mark)
         ray = self.library()
+        self._knock()
         options: dict[str, Any] = {"address": self._config.launch.ray_address, "namespace": "sluice"}
         options |= {"log_to_driver": False, "logging_level": logging.ERROR}
         if self._local:
@@ -96,6 +101,16 @@ class Cluster:
         self._session = folder
         self._reaper.remove(folder)
 
+    def _knock(self) -> None:
+        """Raise `PipelineError` unless somebody listens at launch.ray_address, where that is a host and a port."""
+        place = re.fullmatch(r"\[?([^\[\]]+?)\]?:(\d{1,5})", self._config.launch.ray_address or "")
+        if place is None or not 0 < int(place[2]) < 65536:
+            return
+        try:
+            socket.create_connection((place[1], int(place[2])), timeout=ANSWER_S).close()
+        except OSError as error:
+            raise PipelineError(self._refused(error), Exit.FAILED) from error
+
     def _refused(self, error: Exception) -> str:
         address = self._config.launch.ray_address
         if self._local:
@@ -104,9 +119,11 @@ class Cluster:
                 f"{tempfile.gettempdir()} and {STORE_BYTES >> 20} MiB of /dev/shm, and a host name that resolves. "
                 "launch.ray_address=HOST:PORT uses a Ray that runs, launch.mode=external none"
             )
+        auth = "auth" in str(error).lower()
+        token = " RAY_AUTH_MODE, and the token that it asks for, must be the same here as there." if auth else ""
         return (
-            f"Ray can't be reached (launch.ray_address={address}): {error}. `ray status --address={address}` tells "
-            "whether it runs and `ray start --head` starts one; leave the setting out for a Ray of the run's own"
+            f"Ray can't be reached (launch.ray_address={address}): {error}.{token} `ray status --address={address}` "
+            "tells whether it runs and `ray start --head` starts one; leave the setting out for a Ray of the run's own"
         )
 
     def _keep_logs(self) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from actors.registry import UnknownActor
 from actors.startup import lean
-from contracts.core import Fatal
+from contracts.core import Fatal, Overdue
 from pipeline.errors import Exit, PipelineError
 from pipeline.rundir import RunDir
 
@@ -30,6 +31,9 @@ def run(name: str, run: str | None) -> Exit:
         raise PipelineError(f"{name}: {error}", Exit.BROKER) from error
     except Fatal as error:
         raise PipelineError(f"{name}: {error}", Exit.FAILED) from error
+    except Overdue as error:  # the end of the interpreter would wait for the thread that hangs
+        print(f"{name}: {error}; start it again", file=sys.stderr, flush=True)
+        os._exit(Exit.FAILED)
     if left == "fenced":
         raise PipelineError(f"{name} runs elsewhere: a later start of it has taken over", Exit.FAILED)
     return Exit.DONE

@@ -125,6 +125,7 @@ class SourceCore:
     def __init__(self, config: RunConfig, actor: str) -> None:
         self.actor = actor
         self.producer = config.producer.name
+        self.task_deadline_s = config.producer.task_deadline_s
         self.epochs = config.producer.epochs
         self.seed = config.seed
         self.samples = config.rollout.samples
@@ -293,5 +294,6 @@ class SourceCore:
             "buffer": f"no credit yet for task {state.next}",
             "producer": f"producer {self.producer!r} has not given the next task behind cursor {state.cursor!r}",
         }[state.wait.on]
-        wait, commands = waits.announce(state.wait, cause, self.actor)
+        deadline_at = state.wait.since + self.task_deadline_s if state.wait.on == "producer" else None
+        wait, commands = waits.announce(state.wait, cause, self.actor, deadline_at=deadline_at)
         return replace(state, wait=wait), commands

@@ -1,7 +1,8 @@
 """Performs what the trainer's core decides: one thread for the policy, one for a transfer.
 
 The event loop is never blocked: training, saving and loading run on the policy's thread, a broadcast on a thread that
-may be abandoned at its deadline, so that a step and a transfer overlap.
+may be abandoned at its deadline, so that a step and a transfer overlap. What hangs on the policy's thread, such as a
+kernel or a disk, ends the process at its deadline.
 """
 
 from __future__ import annotations
@@ -32,12 +33,14 @@ from actors.trainer.state import (
     TransferBroke,
 )
 from config.schema import RunConfig
-from contracts.core import Context, Fatal
+from contracts.core import Context, Fatal, Overdue
 from contracts.policy import PolicyBackend
 from contracts.trajectory import decode
 
 T = TypeVar("T")
 
+MARGIN_S = 10.0
+"""A process of several ranks has these deadlines of its own, and then says more."""
 COPIES = 2
 """Versions whose frozen copy is kept: one that may be in transfer, one that the next refit takes."""
 
@@ -51,6 +54,7 @@ class TrainerShell:
         self._policy: PolicyBackend | None = None
         self._policy_thread = ThreadPoolExecutor(1, thread_name_prefix="policy")
         self._copies: dict[int, list[tuple[str, Any]]] = {}
+        self._overdue = False
 
     async def start(self, context: Context) -> None:
         with uncollected():
@@ -70,13 +74,14 @@ class TrainerShell:
     async def perform(self, command: Any) -> Any | None:
         match command:
             case Load():
-                return await self._on_policy_thread(lambda: self._load(command))
+                what = f"load of version {command.version}"
+                return await self._on_policy_thread(what, lambda: self._load(command), "start_deadline_s")
             case Train():
                 return await self._train(command)
             case Save():
-                return await self._on_policy_thread(lambda: self._save(command))
+                return await self._on_policy_thread(f"save of step {command.step}", lambda: self._save(command))
             case Prune():
-                return await self._on_policy_thread(self._prune)
+                return await self._on_policy_thread("removal of old checkpoints", self._prune)
             case Offer():
                 return await self._offer(command)
             case Send():
@@ -92,12 +97,24 @@ class TrainerShell:
     async def close(self) -> None:
         if hasattr(self, "_sender"):  # not if the start failed
             self._sender.close()
-        if self._policy is not None:
+        if self._policy is not None and not self._overdue:
             await asyncio.to_thread(self._policy.close)
         self._policy_thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _on_policy_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._policy_thread, work)
+    async def _on_policy_thread(self, what: str, work: Callable[[], T], *also: str) -> T:
+        """Bounded by trainer.step_deadline_s, the settings `also`, and a margin in which ranks say which of them hangs.
+
+        Raises `Overdue`.
+        """
+        settings = ("step_deadline_s", "export_deadline_s", *also)
+        limit = sum(getattr(self._config.trainer, setting) for setting in settings) + MARGIN_S
+        future = asyncio.get_running_loop().run_in_executor(self._policy_thread, work)
+        done, _ = await asyncio.wait({future}, timeout=limit)
+        if not done:
+            self._overdue = True
+            named = " + ".join(f"trainer.{setting}" for setting in settings)
+            raise Overdue(f"{what}: not done in {limit:g} s ({named} + {MARGIN_S:g})")
+        return future.result()
 
     # --- policy ---
 
@@ -149,7 +166,7 @@ class TrainerShell:
                 version=command.version, metrics=metrics, seconds=time.perf_counter() - started, tokens=tokens
             )
 
-        return await self._on_policy_thread(work)
+        return await self._on_policy_thread(f"step {command.step}", work)
 
     def _save(self, command: Save) -> Saved:
         from actors.trainer import checkpoint

@@ -83,7 +83,7 @@ def read_meta(path: Path, *, verify: bool = True) -> dict[str, Any]:
 def latest(root: Path) -> Path | None:
     """The checkpoint of the greatest version under `root`, intact or not; None if there is none.
 
-    A damaged newest checkpoint is not passed over: the batches that it covers may be gone, so a person decides.
+    For what is told to a person: a run loads the one that its log names, or the one before it if that is damaged.
     """
     found = _all(root)
     return found[-1] if found else None

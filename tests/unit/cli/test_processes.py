@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -164,7 +165,8 @@ def test_a_local_ray_that_is_late_is_tried_again(
 def test_a_local_ray_that_is_always_late_and_a_cluster_that_is_not_there_fail_with_their_reason(
     tmp_path: Path, late_ray: list[str]
 ) -> None:
-    for address, tries in ((None, cluster.STARTS), ("127.0.0.1:1", 1)):
+    listening = socket.create_server(("127.0.0.1", 0))
+    for address, tries in ((None, cluster.STARTS), (f"127.0.0.1:{listening.getsockname()[1]}", 1)):
         late_ray.clear()
         one = Cluster(RunConfig(launch=LaunchConfig(ray_address=address)), tmp_path)
         with pytest.raises(PipelineError, match="timed out during startup") as caught:
@@ -174,6 +176,33 @@ def test_a_local_ray_that_is_always_late_and_a_cluster_that_is_not_there_fail_wi
         assert ("/dev/shm" if address is None else "ray status --address=") in str(caught.value)
         assert late_ray == ["init", "shutdown"] * tries
         one.stop()
+    listening.close()
+
+
+def test_a_head_node_where_nobody_listens_is_not_waited_for(tmp_path: Path, late_ray: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+    there = Cluster(RunConfig(launch=LaunchConfig(ray_address=address)), tmp_path)
+    with pytest.raises(PipelineError, match=rf"launch\.ray_address={address}\): .*refused.*ray start --head") as caught:
+        there.start()
+    assert caught.value.code is Exit.FAILED
+    assert late_ray == []
+    there.stop()
+
+
+def test_a_cluster_that_refuses_the_login_says_what_must_be_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late_ray: list[str]
+) -> None:
+    import ray
+
+    def init(**options: object) -> None:
+        raise RuntimeError("InvalidAuthToken")
+
+    monkeypatch.setattr(ray, "init", init)
+    there = Cluster(RunConfig(launch=LaunchConfig(ray_address="auto")), tmp_path)
+    with pytest.raises(PipelineError, match="RAY_AUTH_MODE, and the token that it asks for, must be the same"):
+        there.start()
+    there.stop()
 
 
 @pytest.fixture

@@ -248,7 +248,7 @@ def test_only_a_wait_longer_than_the_normal_rhythm_is_announced_and_then_ended()
     assert source.state.wait.on == "producer"
     source.now = 13.0
     (event,) = source.feed(Tick())
-    assert event.on == "producer"
+    assert (event.on, event.deadline_at) == ("producer", 8.0 + RunConfig().producer.task_deadline_s)
     assert "'reasoning_gym'" in event.cause
     assert "'16'" in event.cause
     source.answer()

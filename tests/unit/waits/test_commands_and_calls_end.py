@@ -8,6 +8,9 @@ from __future__ import annotations
 import ast
 import asyncio
 import inspect
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from importlib import import_module
@@ -18,7 +21,7 @@ from typing import Any, get_args
 import pytest
 from msgspec.structs import replace
 
-from actors import registry
+from actors import models, registry
 from actors.engine import actor as engine_actor
 from actors.engine import client as engine_client
 from actors.engine import colocated, operations
@@ -42,11 +45,14 @@ from actors.refit.probes import Prober
 from actors.refit.state import Missed
 from actors.refit.state import Watch as Probe
 from actors.refit.transports import Sender
+from actors.trainer import actor as trainer_actor
+from actors.trainer import checkpoint
 from actors.trainer.actor import TrainerShell
-from actors.trainer.state import Offer, TransferBroke
-from config.schema import EngineConfig, FleetConfig, LaunchConfig, RunConfig
+from actors.trainer.state import Load, Offer, Prune, Save, Train, TransferBroke
+from config.schema import EngineConfig, FleetConfig, LaunchConfig, RunConfig, TrainerConfig
+from contracts.core import Overdue
 from contracts.engine import EngineClient
-from contracts.events import Bucket, MemoryWanted, TensorSpec
+from contracts.events import BatchReady, Bucket, MemoryWanted, TensorSpec
 from contracts.trajectory import Sampling
 from pipeline.cores import core_of
 from tests.unit.engine.driver import Driver
@@ -85,10 +91,10 @@ ENDS: dict[str, tuple[str, str]] = {
     "refit.Watch": ("setting fleet.probe_deadline_s", "Missed"),
     "refit.Log": ("at once", ""),
     "source.FetchTasks": ("setting producer.task_deadline_s", "ProducerFailed"),
-    "trainer.Load": ("at once", "LoadFailed"),
-    "trainer.Train": ("at once", "Trained"),
-    "trainer.Save": ("at once", "Saved"),
-    "trainer.Prune": ("at once", ""),
+    "trainer.Load": ("setting trainer.start_deadline_s", "LoadFailed"),
+    "trainer.Train": ("setting trainer.step_deadline_s", "Trained"),
+    "trainer.Save": ("setting trainer.step_deadline_s", "Saved"),
+    "trainer.Prune": ("setting trainer.step_deadline_s", ""),
     "trainer.Offer": ("field timeout", "TransferBroke"),
     "trainer.Send": ("field timeout", "TransferBroke"),
     "trainer.Abandon": ("at once", ""),
@@ -96,7 +102,8 @@ ENDS: dict[str, tuple[str, str]] = {
 """Command -> what bounds it, and the input that tells the core when that has passed (or what came of it).
 
 `at once`: it waits for nobody; it computes, writes to a disk, or puts something down. A loss of the store during
-`Follow`, `Trim` or any commit ends the process after broker.outage_s, and its successor begins anew.
+`Follow`, `Trim` or any commit ends the process after broker.outage_s, and what hangs on the policy's thread ends it
+after its deadline; its successor begins anew.
 """
 
 
@@ -299,6 +306,66 @@ async def test_an_offer_that_takes_too_long_breaks_the_transfer() -> None:
     assert (broke.epoch, broke.phase, broke.error) == (2, "offer", "Deadline")
     release.set()
     await shell.close()
+
+
+POLICY = {
+    "Load": Load(path=None, version=0),
+    "Train": Train(BatchReady(batch=1, groups=()), step=1, version=1),
+    "Save": Save(version=1, step=1, batch=1, entry="1-0"),
+    "Prune": Prune(),
+}
+"""What a trainer's policy does."""
+
+
+@pytest.mark.parametrize("name", POLICY)
+async def test_a_policy_that_hangs_ends_the_trainer_at_its_deadline(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+
+    def hang(*_: Any, **__: Any) -> Any:
+        release.wait(LATE_S)
+        raise AssertionError("nobody waits for it")
+
+    async def payloads(keys: Any) -> list[bytes]:
+        return []
+
+    monkeypatch.setattr(trainer_actor, "MARGIN_S", 0.0)
+    monkeypatch.setattr(models, "resolve", hang)
+    monkeypatch.setattr(checkpoint, "prune", hang)
+    deadlines = TrainerConfig(start_deadline_s=SOON_S, step_deadline_s=SOON_S, export_deadline_s=SOON_S)
+    shell = TrainerShell(RunConfig(trainer=deadlines))
+    shell._context, shell._checkpoints = SimpleNamespace(payloads=payloads, run="r"), tmp_path  # type: ignore[assignment]
+    shell._sender = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+    if name != "Load":
+        shell._policy = SimpleNamespace(train_step=hang, save=hang, close=hang)  # type: ignore[assignment]
+    async with asyncio.timeout(LATE_S):
+        with pytest.raises(
+            Overdue, match=r"not done in 0\.\d s \(trainer\.step_deadline_s \+ trainer\.export_deadline_s"
+        ):
+            await shell.perform(POLICY[name])
+        await shell.close()
+    release.set()
+
+
+def test_an_actor_run_alone_leaves_a_thread_that_hangs_behind() -> None:
+    program = """
+import concurrent.futures, threading, types
+import pipeline.runtime, pipeline.single
+from contracts.core import Overdue
+
+def hung(*_):
+    concurrent.futures.ThreadPoolExecutor(1).submit(threading.Event().wait)
+    raise Overdue("step 7: not done in 1 s (trainer.step_deadline_s)")
+
+pipeline.runtime.run_actor = hung
+info = types.SimpleNamespace(redis_url="redis://x", run="r")
+pipeline.single.RunDir = types.SimpleNamespace(find=lambda _: types.SimpleNamespace(path="d", info=lambda: info))
+pipeline.single.run("trainer", "d")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LATE_S)
+    assert done.returncode == 1
+    assert done.stderr == "trainer: step 7: not done in 1 s (trainer.step_deadline_s); start it again\n"
 
 
 # --- the coordinator -------------------------------------------------------------------------------------------------
