@@ -14,6 +14,7 @@ from msgspec import inspect
 
 from config import gpus
 from config.schema import MegatronConfig, RunConfig, TrainerConfig
+from contracts import limits
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 """What a run may be called: it becomes part of keys and paths."""
@@ -118,6 +119,7 @@ def across_fields(config: RunConfig) -> list[str]:
             )
             for pattern in rollout.invalid_tool_call_patterns
         ],
+        *_sizes(config),
         *_ranks(trainer),
         *_gpus(config),
         *_memory(config),
@@ -127,6 +129,26 @@ def across_fields(config: RunConfig) -> list[str]:
         ),
     ]
     return [problem for holds, problem in rules if not holds]
+
+
+def _sizes(config: RunConfig) -> list[tuple[bool, str]]:
+    """What goes through the store must fit: a batch in one entry, in the trainer's state all that it may yet repeat."""
+    groups, samples, every = config.buffer.groups, config.rollout.samples, config.checkpoint.every
+    size = limits.batch(groups, samples)
+    held = 2 * min(every, config.steps) + 2
+    return [
+        (
+            size <= limits.ENTRY,
+            f"buffer.groups={groups} x rollout.samples={samples}: a batch of them takes up to {size:,} bytes in the "
+            f"store, limit {limits.ENTRY:,}: use buffer.groups={limits.groups(samples)} or fewer, or fewer samples",
+        ),
+        (
+            size > limits.ENTRY or held * size <= limits.SNAPSHOT,
+            f"checkpoint.every={every}: with batches of up to {size:,} bytes the trainer would remember up to {held}, "
+            f"which no checkpoint to fall back on covers, limit {limits.SNAPSHOT:,} bytes: use "
+            f"checkpoint.every={(limits.SNAPSHOT // size - 2) // 2} or less",
+        ),
+    ]
 
 
 def _ranks(trainer: TrainerConfig) -> list[tuple[bool, str]]:

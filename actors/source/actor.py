@@ -15,8 +15,9 @@ from typing import Any
 
 from actors.environments.isolated import loaded
 from actors.environments.loading import ProducerError, load
-from actors.source.core import Exhausted, Fetched, FetchedTask, FetchTasks, ProducerFailed, SourceCore
+from actors.source.core import Exhausted, Fetched, FetchedTask, FetchTasks, ProducerFailed, SourceCore, weight
 from config.schema import RunConfig
+from contracts import limits
 from contracts.core import Context, Fatal
 from contracts.producer import Producer, Task
 
@@ -26,6 +27,10 @@ PATIENCE_S = 0.5
 
 class NotATask(TypeError):
     """A producer yielded something that is not a usable `contracts.producer.Task`."""
+
+
+class TaskTooLarge(ValueError):
+    """A task does not fit into the log."""
 
 
 class NoTaskInTime(Exception):
@@ -65,8 +70,8 @@ class SourceShell:
         reader = self._reader(command)
         deadline_s = self._config.producer.task_deadline_s
         tasks: list[FetchedTask] = []
-        started = time.monotonic()
-        while len(tasks) < command.n and (not tasks or time.monotonic() - started < PATIENCE_S):
+        started, size = time.monotonic(), 0
+        while not tasks or (len(tasks) < command.n and size < limits.FETCH and time.monotonic() - started < PATIENCE_S):
             try:
                 task = await reader.next(deadline_s)
             except Exception as error:
@@ -76,6 +81,7 @@ class SourceShell:
             if task is None:
                 break
             tasks.append(task)
+            size += weight(task)
         return Fetched(command.split, tuple(tasks)) if tasks else Exhausted(command.split)
 
     def _reader(self, command: FetchTasks) -> Reader:
@@ -110,7 +116,7 @@ class Reader:
         threading.Thread(target=self._loop.run_forever, name="producer-tasks", daemon=True).start()
 
     async def next(self, deadline_s: float) -> FetchedTask | None:
-        """The next task, None at the end. Raises what the producer raised, `NoTaskInTime` or `NotATask`.
+        """The next task, None at the end. Raises what the producer raised, `NoTaskInTime`, `NotATask`, `TaskTooLarge`.
 
         After anything but a task the iteration is over.
         """
@@ -139,7 +145,7 @@ class Reader:
 
 
 def _checked(task: Any, epoch: int) -> FetchedTask:
-    """The task with its payload as JSON. Raises `NotATask` naming the field."""
+    """The task with its payload as JSON. Raises `NotATask` naming the field, and `TaskTooLarge`."""
     if not isinstance(task, Task):
         raise NotATask(f"tasks() yielded {type(task).__name__}, contracts.producer.Task is expected")
     for name in ("id", "cursor"):
@@ -150,7 +156,17 @@ def _checked(task: Any, epoch: int) -> FetchedTask:
         payload = json.dumps(task.payload, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:
         raise NotATask(f"task {task.id!r}: payload is not JSON: {error}") from error
-    return FetchedTask(id=task.id, payload=payload.encode(), cursor=task.cursor, epoch=epoch)
+    if (length := len(task.id.encode())) > limits.TASK_ID:
+        raise TaskTooLarge(
+            f"task {task.id[:64]!r}...: id has {length:,} bytes, limit {limits.TASK_ID}: use a shorter one"
+        )
+    checked = FetchedTask(id=task.id, payload=payload.encode(), cursor=task.cursor, epoch=epoch)
+    if (size := weight(checked)) > limits.TASK:
+        raise TaskTooLarge(
+            f"task {task.id!r} has {size:,} bytes of payload, id and cursor, limit {limits.TASK:,}: shorten it, or "
+            "have its payload name a file that the producer reads when it makes the prompt"
+        )
+    return checked
 
 
 def build(config: RunConfig, actor: str) -> SourceShell:

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from actors import waits
 from actors.waits import Wait
 from config.schema import RunConfig
+from contracts import limits
 from contracts.core import Booted, Delivered, Emit, Step, Tick
 from contracts.events import (
     ActorFailed,
@@ -38,7 +39,7 @@ CHUNK = 64
 
 
 class FetchTasks(msgspec.Struct, frozen=True):
-    """Ask the producer for up to `n` tasks behind `cursor`, in pass `epoch` over them."""
+    """Ask the producer for up to `n` tasks behind `cursor`, in pass `epoch` over them; see `weight` for large ones."""
 
     n: int
     cursor: str | None
@@ -47,12 +48,17 @@ class FetchTasks(msgspec.Struct, frozen=True):
 
 
 class FetchedTask(msgspec.Struct, frozen=True):
-    """A task of the producer, of pass `epoch` over its tasks. `payload` is JSON."""
+    """A task of the producer, of pass `epoch` over its tasks. `payload` is JSON; all of it within `limits.TASK`."""
 
     id: str
     payload: bytes
     cursor: str
     epoch: int = 0
+
+
+def weight(task: FetchedTask) -> int:
+    """Bytes that it takes in the log. A fetch ends once its tasks weigh `limits.FETCH`."""
+    return len(task.payload) + len(task.id.encode()) + len(task.cursor.encode())
 
 
 class Fetched(msgspec.Struct, frozen=True, tag="fetched"):
@@ -152,7 +158,7 @@ class SourceCore:
             case Fetched():
                 tasks = (*state.eval.tasks, *input.tasks)
                 held = replace(state.eval, tasks=tasks, fetching=False, complete=len(tasks) >= self.eval.groups)
-                return self._go_on(replace(state, eval=held), now)
+                return self._hold(state, held, now)
             case Exhausted():
                 return self._held_out_ends(state, now)
             case ProducerFailed():
@@ -242,7 +248,10 @@ class SourceCore:
             f"producer {self.producer!r} failed to give the next {input.split} task behind cursor {input.cursor!r}: "
             f"{input.error}: {input.message}"
         )
-        event = ActorFailed(actor=self.actor, error=input.error, message=message, fatal=True)
+        return self._give_up(state, input.error, message)
+
+    def _give_up(self, state: State, error: str, message: str) -> Step[State]:
+        event = ActorFailed(actor=self.actor, error=error, message=message, fatal=True)
         return replace(state, failed=True, wait=None), (Emit(event),)
 
     # --- held-out tasks ---
@@ -264,19 +273,33 @@ class SourceCore:
         if not held.complete or held.issued == held.due:
             return state, ()
         first = held.issued * self.eval.groups
-        tasks = [held.tasks[number % len(held.tasks)] for number in range(self.eval.groups)]
-        commands = [self._task(task, -1 - first - number, "eval") for number, task in enumerate(tasks)]
+        commands = [self._task(task, -1 - first - number, "eval") for number, task in enumerate(self._round(held))]
         # A round that could not start before the next fell due would measure the same policy twice.
         return replace(state, eval=replace(held, issued=held.issued + 1, due=held.issued + 1)), commands
+
+    def _round(self, held: Eval) -> list[FetchedTask]:
+        """What one evaluation issues; as long as tasks are missing, those that it has."""
+        count = self.eval.groups if held.complete else len(held.tasks)
+        return [held.tasks[number % len(held.tasks)] for number in range(count)]
+
+    def _hold(self, state: State, held: Eval, now: float) -> Step[State]:
+        """All are kept, and issued at once."""
+        size = sum(weight(task) for task in self._round(held))
+        if size <= limits.HELD_OUT:
+            return self._go_on(replace(state, eval=held), now)
+        message = (
+            f"producer {self.producer!r}: {len(held.tasks)} tasks of split 'eval' make evaluations of {size:,} bytes, "
+            f"limit {limits.HELD_OUT:,}: lower eval.groups={self.eval.groups}, or shorten the tasks' payloads"
+        )
+        return self._give_up(state, "HeldOutTooLarge", message)
 
     def _held_out_ends(self, state: State, now: float) -> Step[State]:
         """Fewer held-out tasks than `eval.groups`: they are repeated to fill a round; none at all is an error."""
         held = replace(state.eval, fetching=False, complete=True)
         if held.tasks:
-            return self._go_on(replace(state, eval=held), now)
+            return self._hold(state, held, now)
         message = f"producer {self.producer!r} has no task in split 'eval'; set eval.every=0"
-        event = ActorFailed(actor=self.actor, error="NoHeldOutTasks", message=message, fatal=True)
-        return replace(state, failed=True, wait=None), (Emit(event),)
+        return self._give_up(state, "NoHeldOutTasks", message)
 
     # --- waits ---
 

@@ -38,6 +38,7 @@ from pipeline.bus.model import (
     Trimmed,
     WorkEntry,
 )
+from pipeline.bus.sizes import check_commit
 
 __all__ = [
     "Bus",
@@ -63,6 +64,7 @@ __all__ = [
     "TooLarge",
     "Trimmed",
     "WorkEntry",
+    "check_commit",
     "probe",
     "redact",
 ]

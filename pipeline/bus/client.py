@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from contracts.core import Entry
-from pipeline.bus import scripts
+from pipeline.bus import scripts, sizes
 from pipeline.bus.errors import (
     BusError,
     Fenced,
@@ -16,7 +16,6 @@ from pipeline.bus.errors import (
     PayloadMissing,
     RegisterStale,
     SequenceConflict,
-    TooLarge,
 )
 from pipeline.bus.keys import Keys
 from pipeline.bus.letters import DeadLetters
@@ -97,7 +96,7 @@ class Bus:
         Raises Fenced, SequenceConflict, LeaseLostError (with all lost leases), RegisterStale, in this order of
         checks; TooLarge before anything is sent; ValueError if the sequence numbers and journal don't fit.
         """
-        self._check(commit)
+        sizes.check_commit(commit, self.limits)
         reply = await self._link.call(self._script(commit))
         match reply:
             case [b"FENCED", current]:
@@ -141,26 +140,6 @@ class Bus:
         for lease in leases:
             self._reader.release(lease.stream, lease.group, [lease.entry])
 
-    def _check(self, commit: Commit) -> None:
-        if commit.seq_to - commit.seq_from != len(commit.journal) or not commit.journal:
-            raise ValueError(
-                f"commit {commit.seq_from} -> {commit.seq_to} has {len(commit.journal)} journal records: "
-                "it needs one for each number after seq_from, and at least one"
-            )
-        for record in commit.journal:
-            self._size("a journal record", record, "entry")
-        for stream, data in commit.adds:
-            self._size(f"an entry of {stream}", data, "entry")
-        for id, data in commit.payloads:
-            self._size(f"payload {id}", data, "payload")
-        if commit.snapshot is not None:
-            self._size("the snapshot", commit.snapshot, "payload")
-
-    def _size(self, what: str, data: bytes, field: str) -> None:
-        limit = getattr(self.limits, field)
-        if len(data) > limit:
-            raise TooLarge(what, len(data), limit, field)
-
     async def advance(self, boot: int, cursors: Mapping[str, str]) -> None:
         """Store cursors without a step: new ones, and those that moved on over what was read and ignored.
 
@@ -178,7 +157,7 @@ class Bus:
 
         At least once: if the connection is cut, the entry may appear twice.
         """
-        self._size(f"an entry of {stream}", data, "entry")
+        sizes.check_size(f"an entry of {stream}", data, self.limits.entry)
         keys = self.keys
         call = scripts.post(Key(keys.order), Key(keys.tails), Key(keys.stream(stream)), data)
         return (await self._link.call(call)).decode()

@@ -65,8 +65,10 @@ class PayloadMissing(BusError, PayloadGone):
 
 
 class TooLarge(BusError):
-    """An entry or a payload is above the bus's limit; nothing was sent."""
+    """An entry, a payload or a snapshot is above the bus's limit; nothing was sent."""
 
-    def __init__(self, what: str, size: int, limit: int, field: str) -> None:
+    def __init__(self, what: str, size: int, limit: int) -> None:
         self.size, self.limit = size, limit
-        super().__init__(f"{what} has {size:,} bytes, limit {limit:,}: make it smaller or raise Limits.{field}")
+        super().__init__(
+            f"{what} has {size:,} bytes, limit {limit:,}: make it smaller; docs/reference/limits.md says how"
+        )

@@ -6,16 +6,17 @@ from collections.abc import Sequence
 
 import msgspec
 
+from contracts import limits
 from contracts.core import Entry
 
 
 class Limits(msgspec.Struct, frozen=True):
     """Sizes checked before anything is sent, in bytes."""
 
-    entry: int = 1 << 20
-    """One stream entry, journal record or snapshot field."""
-    payload: int = 64 << 20
-    """One payload or snapshot."""
+    entry: int = limits.ENTRY
+    """One stream entry or journal record."""
+    payload: int = limits.PAYLOAD
+    snapshot: int = limits.SNAPSHOT
 
 
 class WorkEntry(msgspec.Struct, frozen=True):

@@ -18,11 +18,11 @@ from typing import Any
 import msgspec
 
 from actors.recorder.ordering import START, number
-from contracts.core import Booted, Clock, Delivered, Entry, LeaseLost, Ref, Shell, Tick
+from contracts.core import Booted, Clock, Delivered, Entry, Fatal, LeaseLost, Ref, Shell, Tick
 from contracts.envelope import STREAM_OF, WORK_STREAMS, ContractError, encode
 from contracts.envelope import decode as decode_envelope
 from contracts.events import DataLost, kind
-from pipeline.bus import Bus, Followed, Gap, LeaseLostError, WorkEntry
+from pipeline.bus import Bus, Followed, Gap, LeaseLostError, TooLarge, WorkEntry
 from pipeline.runtime.context import ActorContext
 from pipeline.runtime.journal import Journal
 from pipeline.runtime.machine import GROUP, Attempt, Identity, Machine
@@ -155,6 +155,8 @@ class Runtime:
                 self._held.difference_update(refs)
                 self.log.warning("lease lost", entries=[f"{ref.stream}/{ref.entry}" for ref in refs])
                 inputs = [LeaseLost(refs), *inputs]
+            except TooLarge as error:  # it would be so again after a restart
+                raise Fatal(f"{self.actor} can't commit what came of {_named(inputs)}: {error}") from error
         self.machine.settle(attempt)
         self._held.difference_update(attempt.acked)
         for handle in attempt.handles:
@@ -323,6 +325,12 @@ class Runtime:
             self._failure = task.exception()
             self._arrived.set()
             self._urgent.set()
+
+
+def _named(inputs: Iterable[Any]) -> str:
+    """Kinds of inputs."""
+    names = [kind(i.envelope.body) if isinstance(i, Delivered) else type(i).__name__ for i in inputs]
+    return ", ".join(dict.fromkeys(names))
 
 
 async def _set_within(event: asyncio.Event, seconds: float | None) -> None:

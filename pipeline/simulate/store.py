@@ -11,7 +11,20 @@ from collections.abc import Mapping
 
 from actors.recorder import ordering
 from contracts.core import Entry
-from pipeline.bus import Commit, Committed, Fenced, Lease, LeaseLostError, RegisterStale, SequenceConflict, WorkEntry
+from pipeline.bus import (
+    Commit,
+    Committed,
+    Fenced,
+    Lease,
+    LeaseLostError,
+    Limits,
+    RegisterStale,
+    SequenceConflict,
+    WorkEntry,
+    check_commit,
+)
+
+LIMITS = Limits()
 
 
 class Pending:
@@ -89,6 +102,7 @@ class MemoryStore:
 
     def commit(self, actor: str, commit: Commit) -> Committed:
         """As `Bus.commit`."""
+        check_commit(commit, LIMITS)
         if self.boots[actor] != commit.boot:
             raise Fenced(actor, commit.boot, self.boots[actor])
         if self.seqs[actor] == commit.seq_to and self.replies[actor][0] == commit.seq_from:

@@ -13,14 +13,17 @@ from typing import Any
 import msgspec
 import pytest
 
+from actors.source import core as source
 from actors.trainer.core import TrainerCore
 from actors.trainer.state import Pending
 from config.schema import BufferConfig
+from contracts import limits
 from contracts.events import ActorFailed, GroupDropped
-from pipeline.bus import Committed
+from pipeline.bus import Committed, TooLarge
 from pipeline.simulate.faults import Faults
 from pipeline.simulate.process import Broken
 from pipeline.simulate.run import Result, simulate
+from pipeline.simulate.shells import SourceSim
 from pipeline.simulate.store import MemoryStore
 from tests.chaos import schedules
 from tests.chaos.schedules import config, play, replay
@@ -139,6 +142,16 @@ def test_a_store_that_lets_a_replaced_process_commit_is_found(monkeypatch: pytes
     monkeypatch.setattr(MemoryStore, "commit", unfenced)
     with pytest.raises(Broken, match="committed after boot"):
         simulate(config(0), 0, Faults(ghosts=4))
+
+
+def test_what_a_real_store_refuses_for_its_size_ends_a_simulated_run(monkeypatch: pytest.MonkeyPatch):
+    def perform(self: SourceSim, actor: Any, command: Any) -> None:
+        task = source.FetchedTask("long", b"x" * limits.ENTRY, "1")
+        actor.after(0.001, source.Fetched(command.split, (task,)))
+
+    monkeypatch.setattr(SourceSim, "perform", perform)
+    with pytest.raises(TooLarge, match=r"a journal record has 8,388,\d{3} bytes, limit 8,388,608"):
+        simulate(config(0), 0, Faults())
 
 
 def test_a_failing_schedule_prints_the_command_that_runs_it_again(

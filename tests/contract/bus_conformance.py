@@ -268,21 +268,21 @@ async def test_a_boot_learns_the_last_committed_sequence(store: Store) -> None:
 
 
 async def test_what_is_too_large_is_refused_unsent(store: Store) -> None:
-    bus = await store.bus("a", limits=Limits(entry=10, payload=20))
+    bus = await store.bus("a", limits=Limits(entry=10, payload=20, snapshot=30))
     boot, _ = await bus.boot()
-    long, longer = b"x" * 11, b"x" * 21
+    long, longer, longest = b"x" * 11, b"x" * 21, b"x" * 31
     cases: list[tuple[Commit, str]] = [
         (Commit(boot=boot, seq_from=0, seq_to=1, journal=[long]), "a journal record has 11 bytes, limit 10"),
-        (step(boot, 0, adds=[("out", long)]), "an entry of out has 11 bytes, limit 10: .*Limits.entry"),
-        (step(boot, 0, payloads=[("p", longer)]), "payload p has 21 bytes, limit 20: .*Limits.payload"),
-        (step(boot, 0, snapshot=longer), "the snapshot has 21 bytes"),
+        (step(boot, 0, adds=[("out", long)]), "an entry of out has 11 bytes, limit 10: make it smaller"),
+        (step(boot, 0, payloads=[("p", longer)]), "payload p has 21 bytes, limit 20: make it smaller"),
+        (step(boot, 0, snapshot=longest), "the snapshot has 31 bytes, limit 30: make it smaller; docs/"),
     ]
     for commit, text in cases:
         error = await refused(store, bus, commit, TooLarge)
-        assert text.split(":")[0] in str(error)
+        assert text in str(error)
     with pytest.raises(TooLarge):
         await bus.post("out", long)
-    await bus.commit(step(boot, 0, adds=[("out", b"x" * 10)], payloads=[("p", b"x" * 20)], snapshot=b"x" * 20))
+    await bus.commit(step(boot, 0, adds=[("out", b"x" * 10)], payloads=[("p", b"x" * 20)], snapshot=b"x" * 30))
 
 
 async def test_advance_moves_cursors_forward_only_and_is_fenced(store: Store) -> None:

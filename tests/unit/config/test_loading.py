@@ -191,6 +191,16 @@ def test_external_engines_are_counted_by_their_urls() -> None:
             "trainer.ranks=4 must be a multiple of trainer.megatron.expert_parallel=3 x pipeline_parallel=1 = 3",
         ),
         (["name=a/b"], "name='a/b': use 1 to 100 letters"),
+        (
+            ["buffer.groups=4096", "rollout.samples=16"],
+            "buffer.groups=4096 x rollout.samples=16: a batch of them takes up to 10,716,160 bytes in the store, limit "
+            "8,388,608: use buffer.groups=3206 or fewer, or fewer samples",
+        ),
+        (
+            ["buffer.groups=1024", "rollout.samples=16", "steps=1000", "checkpoint.every=60"],
+            "checkpoint.every=60: with batches of up to 2,679,808 bytes the trainer would remember up to 122, "
+            "which no checkpoint to fall back on covers, limit 268,435,456 bytes: use checkpoint.every=49 or less",
+        ),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(overrides: list[str], expected: str) -> None:
@@ -214,6 +224,18 @@ def test_interpolations_are_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PLACE", "/tmp/x")
     config = loading.load(write(tmp_path / "env.yaml", "run_dir: ${oc.env:PLACE}/runs\n"))
     assert config.run_dir == "/tmp/x/runs"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["buffer.groups=512", "rollout.samples=32"],
+        ["buffer.groups=1024", "rollout.samples=16", "checkpoint.every=49"],
+        ["buffer.groups=1024", "rollout.samples=16", "checkpoint.every=1000", "steps=40"],
+    ],
+)
+def test_batches_of_thousands_of_samples_are_accepted(overrides: list[str]) -> None:
+    assert loading.load("quickstart", overrides).buffer.groups >= 512
 
 
 def test_defaults_do_not_contradict_each_other() -> None:

@@ -13,11 +13,11 @@ import pytest
 import structlog
 
 from config.schema import BrokerConfig, RunConfig
-from contracts.core import Ack, Booted, Delivered, LeaseLost
+from contracts.core import Ack, Booted, Delivered, Fatal, LeaseLost
 from contracts.envelope import STREAM_OF, Envelope, decode, encode
 from contracts.events import DataLost, RunStarted, RunStopping, TaskIssued
 from pipeline import broker
-from pipeline.bus import Bus, Fenced
+from pipeline.bus import Bus, Fenced, Limits
 from pipeline.runtime import context, loop, machine
 from pipeline.runtime.clock import WallClock
 from pipeline.runtime.loop import Runtime
@@ -414,6 +414,17 @@ async def test_a_successor_goes_on_where_the_last_boot_ended_and_fences_it(
     assert second.machine.snapshot_seq >= 3
     await stage.put(RunStopping(reason="end"))
     with pytest.raises(Fenced), contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(stage.ended(), 20)
+
+
+async def test_what_does_not_fit_into_the_store_ends_the_run_and_is_named(stage: Stage) -> None:
+    actor = await stage.actor()
+    await until(lambda: "boot 1" in lines(actor))
+    actor.bus.limits = Limits(entry=256)
+    await stage.task("long" * 100)
+    with pytest.raises(
+        Fatal, match=r"collector-0 can't commit what came of task\.issued: a journal record has .* limit"
+    ):
         await asyncio.wait_for(stage.ended(), 20)
 
 

@@ -21,6 +21,7 @@ from actors.source.core import (
 )
 from actors.waits import QUIET_S
 from config.schema import EvalConfig, ProducerConfig, RolloutConfig, RunConfig
+from contracts import limits
 from contracts.core import Booted, Delivered, Emit, LeaseLost, Ref, Tick
 from contracts.envelope import STREAM_OF, Envelope
 from contracts.events import (
@@ -325,6 +326,28 @@ def test_held_out_tasks_may_come_in_parts_and_are_repeated_if_too_few() -> None:
     source.asked = source.asked[-1:]
     source.answer_all()
     assert [task for _, task in source.issued("eval")] == ["eval-0", "eval-1", "eval-0"]
+
+
+def held_out(count: int, size: int) -> Fetched:
+    return Fetched("eval", tuple(FetchedTask(f"long-{n}", b"x" * size, str(n + 1)) for n in range(count)))
+
+
+@pytest.mark.parametrize("count", [4, 2])
+def test_held_out_tasks_that_make_evaluations_too_large_are_refused_with_the_setting(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    monkeypatch.setattr(limits, "HELD_OUT", 6000)
+    source = Source(evals=EvalConfig(every=2, groups=6))
+    source.commit(2)
+    source.feed(held_out(2, 1500))
+    assert not source.emitted
+    (failed,) = source.feed(held_out(2, 3000)) if count == 4 else source.feed(Exhausted("eval"))
+    assert isinstance(failed, ActorFailed)
+    assert failed.fatal
+    assert failed.error == "HeldOutTooLarge"
+    assert failed.message.startswith(f"producer 'reasoning_gym': {count} tasks of split 'eval' make evaluations of ")
+    assert "limit 6,000: lower eval.groups=6" in failed.message
+    assert source.credit(100) == []
 
 
 def test_without_any_held_out_task_the_run_ends() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
@@ -12,10 +13,12 @@ import pytest
 
 from actors.source import actor
 from actors.source.actor import SourceShell, build
-from actors.source.core import Exhausted, Fetched, FetchTasks, ProducerFailed
+from actors.source.core import CHUNK, Exhausted, Fetched, FetchTasks, ProducerFailed, weight
 from config.schema import ProducerConfig, RunConfig
+from contracts import limits
 from contracts.core import Fatal
 from contracts.producer import Task
+from pipeline.runtime.journal import Journal
 
 CONTEXT: Any = SimpleNamespace()
 
@@ -147,6 +150,55 @@ async def test_what_is_not_a_task_is_named(start: Any, made: Any, message: str) 
     assert failed.error == "NotATask"
     with pytest.raises(AssertionError, match=message):
         raise AssertionError(failed.message)
+
+
+def long(number: int, size: int) -> Task:
+    return task(number, payload={"prompt": "x" * size})
+
+
+async def test_long_tasks_are_fetched_in_parts_that_fit_into_the_log(start: Any) -> None:
+    producer = Producer(lambda number: long(number, 256 << 10), size=64)
+    shell, cursor, sizes = await start(producer), None, []
+    while isinstance(fetched := await fetch(shell, CHUNK, cursor=cursor), Fetched):
+        cursor = fetched.tasks[-1].cursor
+        sizes.append(len(fetched.tasks))
+        record = Journal(shell.core).record(1, 0.0, fetched, ())
+        assert len(record) <= limits.ENTRY
+    assert (sum(sizes), max(sizes)) == (64, 4)
+    assert len(producer.opened) == 1
+
+
+async def test_the_largest_task_fits_behind_others_and_its_events_too(start: Any) -> None:
+    largest = limits.TASK - len('{"prompt":""}') - len("t1" + "2")
+    shell = await start(Producer(lambda number: long(number, largest if number else 1000)))
+    fetched = await fetch(shell, CHUNK)
+    assert [weight(each) for each in fetched.tasks][1:] == [limits.TASK]
+    assert len(Journal(shell.core).record(1, 0.0, fetched, ())) <= limits.ENTRY
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (
+            long(3, limits.TASK),
+            r"task 't3' has 2,097,16\d bytes of payload, id and cursor, limit 2,097,152: shorten it",
+        ),
+        (task(3, cursor="x" * limits.TASK), r"task 't3' has 2,097,16\d bytes"),
+        (task(3, id="i" * 513), r"task 'i{64}'\.\.\.: id has 513 bytes, limit 512: use a shorter one"),
+    ],
+)
+async def test_a_task_that_is_too_large_ends_the_run_by_name(start: Any, made: Task, message: str) -> None:
+    shell = await start(Producer(lambda number: made if number == 3 else task(number)))
+    assert len((await fetch(shell, 5)).tasks) == 3
+    failed = await fetch(shell, 5, cursor="3")
+    assert failed.error == "TaskTooLarge"
+    state, (emit,) = shell.core.step(shell.core.initial(), failed, 0.0)
+    assert state.failed
+    assert emit.event.fatal
+    assert re.match(
+        "producer 'reasoning_gym' failed to give the next train task behind cursor '3': TaskTooLarge: " + message,
+        emit.event.message,
+    )
 
 
 async def test_an_unknown_producer_is_fatal_at_start() -> None:

@@ -13,10 +13,11 @@ from actors.trainer import state as trainer
 from actors.trainer.core import QUEUE, TrainerCore, reward_metrics
 from actors.trainer.state import State
 from config.schema import CheckpointConfig, EngineConfig, RunConfig
-from contracts import events
+from contracts import events, limits
 from contracts.core import Ack, Booted, Delivered, Emit, Ref, Release, Tick
 from contracts.envelope import STREAM_OF, Envelope
 from contracts.events import BatchReady, GroupRef, PayloadRef, SampleRef
+from pipeline.runtime.journal import Journal
 
 
 def delivered(body: Any, entry: str = "1-0") -> Any:
@@ -32,6 +33,24 @@ def batch(number: int, rewards: tuple[float, ...] = (0.0, 1.0), lag: int = 0) ->
     )
     body = BatchReady(batch=number, groups=(GroupRef(task=f"t{number}", index=number, samples=samples),))
     return delivered(body, f"{number + 1}-0")
+
+
+@pytest.mark.parametrize(("groups", "samples"), [(2, 2), (512, 32), (limits.groups(128), 128)])
+def test_a_batch_takes_no_more_than_is_reckoned_with(groups: int, samples: int) -> None:
+    most = (1 << 31) - 1
+    key = f"traj:{most}:{samples}:collector-1023:{1 << 53}"
+    refs = tuple(
+        SampleRef(sample=n, reward=0.1, valid=True, payload=PayloadRef(key, most), lag=most) for n in range(samples)
+    )
+    body = BatchReady(
+        batch=most, groups=tuple(GroupRef(task="i" * limits.TASK_ID, index=most, samples=refs) for _ in range(groups))
+    )
+    taken = delivered(body, f"{1 << 53}-0")
+    core: Any = TrainerCore(RunConfig())
+    _, commands = core.step(core.initial(), taken, 0.0)
+    record = Journal(core).record(1, 1.8e9, taken, commands)
+    assert len(record) <= limits.batch(groups, samples) <= limits.ENTRY
+    assert limits.batch(groups, samples) < 1.2 * len(record) + 1024
 
 
 def emitted(commands: Any) -> list[Any]:
