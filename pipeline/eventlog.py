@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import operator
 import os
 import time
 from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
@@ -65,6 +67,26 @@ def decoded(entries: Sequence[Entry]) -> Batch:
     """The batch of these entries. Raises `ContractError` of the first that can't be read."""
     envelopes = decode_all([entry.stream for entry in entries], [entry.data for entry in entries])
     return Batch(entries, envelopes, numbers(entries))
+
+
+def readable(entries: Sequence[Entry], behind: int) -> tuple[Batch, list[int]]:
+    """The batch of those behind place `behind`, each place once, and the places of those that can't be read."""
+    if entries and number(entries[0].entry) > behind:
+        with contextlib.suppress(ContractError):
+            found = decoded(entries)
+            if all(map(operator.lt, found.positions, found.positions[1:])):
+                return found, []
+    items: list[Item] = []
+    bad: list[int] = []
+    for entry, position in zip(entries, numbers(entries), strict=True):
+        if position <= behind:
+            continue
+        behind = position
+        try:
+            items.append((entry, decode(entry.stream, entry.data), position))
+        except ContractError:
+            bad.append(position)
+    return gathered(items), bad
 
 
 def lines(run: RunDir, chosen: Filter, *, follow: bool) -> Iterator[bytes]:

@@ -31,7 +31,8 @@ class Barriers:
 
     def __init__(self, take: Callable[[Stretch], None]) -> None:
         self._take = take
-        self._open: dict[str, tuple[Phase, int, float]] = {}
+        self.under_way: dict[str, tuple[Phase, int, float]] = {}
+        """Engine -> the phase that it is in, of which epoch, since when."""
         self.handlers: dict[type, Callable[[Any, float], None]] = {
             ev.RefitRequested: self._requested,
             ev.EngineDrained: lambda body, at: self._next(body.engine, "hold", body.epoch, at),
@@ -49,14 +50,14 @@ class Barriers:
         """What is under way at `at`."""
         return [
             Stretch(engine, phase, epoch, since, max(at, since), "open")
-            for engine, (phase, epoch, since) in self._open.items()
+            for engine, (phase, epoch, since) in self.under_way.items()
         ]
 
     def _requested(self, event: ev.RefitRequested, at: float) -> None:
         self._all_end(at, "cut off")
         for member in event.engines:
             self._ends(member.actor, at)
-            self._open[member.actor] = ("drain", event.epoch, at)
+            self.under_way[member.actor] = ("drain", event.epoch, at)
 
     def _started(self, event: ev.TransferStarted, at: float) -> None:
         for member in event.members:
@@ -64,11 +65,11 @@ class Barriers:
 
     def _next(self, engine: str, phase: Phase, epoch: int, at: float) -> None:
         """The engine goes on to its next phase; word of an epoch that is over for it changes nothing."""
-        begun = self._open.get(engine)
+        begun = self.under_way.get(engine)
         if begun is None or begun[1] != epoch or begun[0] == "quarantined":
             return
         self._ends(engine, at)
-        self._open[engine] = (phase, epoch, at)
+        self.under_way[engine] = (phase, epoch, at)
 
     def _committed(self, event: ev.RefitCommitted, at: float) -> None:
         for member in event.engines:
@@ -77,14 +78,14 @@ class Barriers:
 
     def _quarantined(self, event: ev.EngineQuarantined, at: float) -> None:
         self._ends(event.engine, at, "quarantined", event.reason)
-        self._open[event.engine] = ("quarantined", event.epoch, at)
+        self.under_way[event.engine] = ("quarantined", event.epoch, at)
 
     def _all_end(self, at: float, how: str, reason: str = "") -> None:
-        for engine in [engine for engine, begun in self._open.items() if begun[0] != "quarantined"]:
+        for engine in [engine for engine, begun in self.under_way.items() if begun[0] != "quarantined"]:
             self._ends(engine, at, how, reason)
 
     def _ends(self, engine: str, at: float, how: str = "done", reason: str = "") -> None:
-        begun = self._open.pop(engine, None)
+        begun = self.under_way.pop(engine, None)
         if begun is not None:
             phase, epoch, since = begun
             self._take(Stretch(engine, phase, epoch, since, max(at, since), how, reason))

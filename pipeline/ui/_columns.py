@@ -40,14 +40,31 @@ class Columns:
     def extend(self, columns: Sequence[Iterable[Any]]) -> None:
         """Take the next rows, given as their columns."""
         self._settle()
+        before = len(self._arrays[0])
         for column, values in zip(self._arrays, columns, strict=True):
             column.extend(values)
-        self._settled = len(self._arrays[0])
+        self._settled += len(self._arrays[0]) - before
 
     def column(self, number: int) -> array[Any]:
         """All values of a column; not to be changed."""
         self._settle()
         return self._arrays[number]
+
+    def drain(self) -> list[bytes]:
+        """The bytes of each column, which lets go of them: only `len` goes on counting them."""
+        self._settle()
+        found = [column.tobytes() for column in self._arrays]
+        for column in self._arrays:
+            del column[:]
+        return found
+
+    def merge(self, columns: Sequence[bytes]) -> None:
+        """Take the rows that another one was drained of. Raises ValueError if they are no rows of such columns."""
+        self._settle()
+        before = len(self._arrays[0])
+        for column, data in zip(self._arrays, columns, strict=True):
+            column.frombytes(data)
+        self._settled += len(self._arrays[0]) - before
 
     def _settle(self) -> None:
         if not self._fresh:

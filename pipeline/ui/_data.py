@@ -19,6 +19,7 @@ from pipeline.eventlog import Batch
 from pipeline.oneline import summary
 from pipeline.rundir import RunInfo
 from pipeline.selection import KINDS
+from pipeline.ui._drawing import Drawing
 from pipeline.ui._index import Index, Query, Rows
 from pipeline.ui._plots import charts
 from pipeline.ui._samples import Samples
@@ -55,14 +56,24 @@ class RunData:
     def __init__(self, info: RunInfo, config: RunConfig) -> None:
         self.info = info
         self.config = config
-        self.index = Index()
-        self.timeline = Timeline()
-        self.samples = Samples()
+        self.drawing = Drawing()
         self.view = View()
         self.follower = Follower()
         self.unreadable = 0
         self._found: OrderedDict[Query, tuple[int, list[int]]] = OrderedDict()
         self._drawn: tuple[Any, list[dict[str, Any]]] = (None, [])
+
+    @property
+    def index(self) -> Index:
+        return self.drawing.index
+
+    @property
+    def timeline(self) -> Timeline:
+        return self.drawing.timeline
+
+    @property
+    def samples(self) -> Samples:
+        return self.drawing.samples
 
     @property
     def model(self) -> Model:
@@ -74,12 +85,13 @@ class RunData:
 
     def extend(self, batch: Batch) -> None:
         """Consume the next events: each view takes them all at once, which costs less than one by one."""
-        envelopes = batch.envelopes
+        self.judge(batch)
+        self.drawing.extend(batch)
+
+    def judge(self, batch: Batch) -> None:
+        """Consume the next events, but for what is drawn and searched."""
         self.follower.extend(batch)
-        self.view.extend(envelopes)
-        first = self.index.extend(batch)
-        rows = self.timeline.extend(first, envelopes)
-        self.samples.extend(rows, [envelopes[row - first].body for row in rows])
+        self.view.extend(batch.envelopes)
 
     # --- at a glance ---
 

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import zstandard
 from numpy.typing import NDArray
+from xxhash import xxh3_64_intdigest as digest
 
 from contracts.core import Entry
 from contracts.envelope import STREAM_OF, Envelope, decode
@@ -46,6 +47,15 @@ class Query(msgspec.Struct, frozen=True):
     until: float | None = None
 
 
+class IndexPart(msgspec.Struct, frozen=True, array_like=True):
+    """What `Index.drain` hands on. `actors`: all of them so far; `open`: events of the block that is not full yet."""
+
+    columns: list[bytes]
+    actors: list[str]
+    blocks: list[bytes]
+    open: list[bytes]
+
+
 class _Numbers(dict[str, int]):
     """Numbers names in the order in which they are met."""
 
@@ -61,7 +71,7 @@ class Index:
         self._actor_numbers = _Numbers()
         self._kind_numbers = {kind: number for number, kind in enumerate(KINDS)}
         self._types = {kind: self._kind_numbers[kind.__struct_config__.tag] for kind in STREAM_OF}
-        self._columns = Columns("qqBHqqI")
+        self._columns = Columns("qqBHQQI")
         self._blocks: list[Future[bytes]] = []
         self._open: list[bytes] = []
         self._pack = zstandard.ZstdCompressor(level=LEVEL)
@@ -84,8 +94,8 @@ class Index:
                 [envelope.wall_ns for envelope in envelopes],
                 [types[type(envelope.body)] for envelope in envelopes],
                 [actors[envelope.actor] for envelope in envelopes],
-                [hash(envelope.id) for envelope in envelopes],
-                [0 if cause is None else hash(cause) for cause in causes],
+                [digest(envelope.id.encode()) for envelope in envelopes],
+                [0 if cause is None else digest(cause.encode()) for cause in causes],
                 map(len, data),
             )
         )
@@ -94,6 +104,23 @@ class Index:
             self._blocks.append(self._packer.submit(self._pack.compress, b"".join(self._open[:BLOCK])))
             del self._open[:BLOCK]
         return first
+
+    def drain(self) -> IndexPart:
+        """Let go of what was taken since the last time. What is left can only be extended and drained."""
+        blocks = [block.result() for block in self._blocks]
+        self._blocks.clear()
+        return IndexPart(self._columns.drain(), self.actors, blocks, list(self._open))
+
+    def merge(self, part: IndexPart) -> None:
+        """Take what another index, which began where this one ends, was drained of."""
+        self._columns.merge(part.columns)
+        for name in part.actors:
+            self._actor_numbers[name]
+        for data in part.blocks:
+            block: Future[bytes] = Future()
+            block.set_result(data)
+            self._blocks.append(block)
+        self._open = list(part.open)
 
     @property
     def actors(self) -> list[str]:
@@ -136,14 +163,14 @@ class Index:
 
     def row_of(self, id: str) -> int | None:
         """The row of the event with this id."""
-        for row in np.nonzero(self.column("ids") == hash(id))[0]:
+        for row in np.nonzero(self.column("ids") == digest(id.encode()))[0]:
             if self.envelope(int(row)).id == id:
                 return int(row)
         return None
 
     def effects(self, id: str) -> Rows:
         """Rows of the events that were emitted by the steps that consumed this one."""
-        return np.nonzero(self.column("causes") == hash(id))[0]
+        return np.nonzero(self.column("causes") == digest(id.encode()))[0]
 
     def causes(self, rows: Rows) -> Rows:
         """The row of each one's cause, -1 where it has none."""

@@ -49,6 +49,14 @@ class Samples:
             )
         )
 
+    def drain(self) -> list[bytes]:
+        """Let go of what was taken since the last time, see `Columns.drain`."""
+        return self._columns.drain()
+
+    def merge(self, part: list[bytes]) -> None:
+        """Take what another one was drained of."""
+        self._columns.merge(part)
+
     def page(self, wanted: Wanted, offset: int, limit: int) -> tuple[int, list[int]]:
         """How many samples are wanted, and the rows of a page of them."""
         column = self._columns.column

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import operator
+import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, Literal
@@ -11,14 +12,14 @@ from typing import Any, Literal
 import msgspec
 
 from actors.recorder import archive
-from actors.recorder.ordering import START, advance, number, numbers, settled
+from actors.recorder.ordering import START, advance, number, settled
 from actors.startup import uncollected
 from config.schema import RunConfig
 from contracts.core import Entry
-from contracts.envelope import STREAMS, ContractError, decode
-from pipeline import eventlog
-from pipeline.eventlog import BATCH, Batch, Item
+from contracts.envelope import STREAMS
+from pipeline.eventlog import BATCH, readable
 from pipeline.rundir import RunDir
+from pipeline.ui._ahead import Ended, ahead
 from pipeline.ui._data import RunData, Shown, told
 from pipeline.why import load
 from pipeline.why.result import Evidence, StoreFacts
@@ -28,10 +29,14 @@ BLOCK_MS = 1000
 CONNECT_S = 2.0
 LOOK_S = 2.0
 """Time between two looks into the store and the actors of a live run."""
+MANY = 100_000
+"""Events from which on a second process helps to fold them: it takes half a second to start."""
 TURN = 16
 """Batches that are folded at a stretch."""
 IDLE_S = 2.0
 """Time between two looks whether an archive has grown."""
+
+_log = logging.getLogger("pipeline.ui")
 
 State = Literal["loading", "live", "lost", "archived"]
 """live: followed in its store; lost: live, but its store does not answer; archived: nobody writes it."""
@@ -52,7 +57,10 @@ class Source:
         """Events in the closed segments of the archive, for the progress of loading."""
         self._clock = clock
         self._evidence = Evidence()
-        self._last = 0
+        self._judged = self._drawn = 0
+        """Places of the log up to which it was taken, for the diagnosis and figures, and for what is drawn."""
+        self._helped = False
+        """Another process folds what is drawn."""
         self._bus: Any = None
         self._told: tuple[Any, dict[str, Any]] = (None, {})
         self._changed = asyncio.Condition()
@@ -92,41 +100,58 @@ class Source:
         """What the archive holds behind what is known."""
         self.problem = ""
         self.total = sum(segment.records for segment in archive.read_index(self.run.events).segments)
-        if not self._last:
+        if not self._judged:
             await self._tell("loading")
         with uncollected() if self.state == "loading" else nullcontext():
-            await self._take(archive.frames(self.run.events, behind=dict.fromkeys(STREAMS, self._last)))
+            if not self._judged and not self._drawn and self.total >= MANY and len(os.sched_getaffinity(0)) > 1:
+                await self._take_together()
+            await self._take(self._frames(min(self._judged, self._drawn)))
         await self._tell()
+
+    def _frames(self, behind: int) -> Iterator[list[Entry]]:
+        return archive.frames(self.run.events, behind=dict.fromkeys(STREAMS, behind))
+
+    async def _take_together(self) -> None:
+        """Fold the archive in two processes. They may read to different ends, while it grows."""
+        self._helped = True
+        try:
+            found = await asyncio.gather(self._take(self._frames(0)), self._receive(), return_exceptions=True)
+        finally:
+            self._helped = False
+        for each in found:
+            if each is not None:
+                raise each
 
     async def _take(self, frames: Iterable[list[Entry]]) -> None:
         """Fold what is new; others get their turn after every few batches."""
         for place, batch in enumerate(archive.batches(frames, BATCH), 1):
-            self.data.extend(self._decoded(batch))
+            self._fold(batch)
             if place % TURN == 0:
                 await self._tell()
                 await asyncio.sleep(0)
 
-    def _decoded(self, entries: Sequence[Entry]) -> Batch:
-        """Those that are new and can be read."""
-        if entries and number(entries[0].entry) > self._last:
-            try:
-                found = eventlog.decoded(entries)
-            except ContractError:
-                return eventlog.gathered(self._readable(entries))
-            if all(map(operator.lt, found.positions, found.positions[1:])):
-                self._last = found.positions[-1]
-                return found
-        return eventlog.gathered(self._readable(entries))
+    def _fold(self, entries: Sequence[Entry]) -> None:
+        """Fold what is new, but for what another process folds."""
+        behind = self._judged if self._helped else min(self._judged, self._drawn)
+        batch, bad = readable(entries, behind)
+        last = max([behind, *batch.positions[-1:], *bad[-1:]])
+        self.data.unreadable += sum(position > self._judged for position in bad)
+        self.data.judge(batch.within(self._judged, last))
+        self._judged = max(self._judged, last)
+        if not self._helped:
+            self.data.drawing.extend(batch.within(self._drawn, last))
+            self._drawn = max(self._drawn, last)
 
-    def _readable(self, entries: Sequence[Entry]) -> Iterator[Item]:
-        for entry, position in zip(entries, numbers(entries), strict=True):
-            if position <= self._last:
-                continue
-            self._last = position
-            try:
-                yield entry, decode(entry.stream, entry.data), position
-            except ContractError:
-                self.data.unreadable += 1
+    async def _receive(self) -> None:
+        """What another process folds of the archive, until it is done; what it leaves out is folded here later."""
+        try:
+            async with ahead(self.run.events) as parts:
+                async for part in parts:
+                    self.data.drawing.merge(part)
+                    self._drawn = part.position
+                    await self._tell()
+        except (Ended, TimeoutError) as error:
+            _log.warning("reading %s alone behind event %d: %s", self.run.events, self._drawn, error)
 
     async def _rest(self) -> None:
         """Wait until somebody goes on with an archived run."""
@@ -161,7 +186,7 @@ class Source:
                 await asyncio.sleep(IDLE_S)
 
     async def _stream(self) -> None:
-        cursors = dict.fromkeys(STREAMS, f"{self._last}-0" if self._last else START)
+        cursors = dict.fromkeys(STREAMS, f"{self._judged}-0" if self._judged else START)
         looked = 0.0
         while self.data.model.finished is None:
             if self._clock() - looked >= LOOK_S:
@@ -169,7 +194,7 @@ class Source:
                 await self._look()
             found = settled(await self._bus.read_after(cursors, count=PAGE, block_ms=BLOCK_MS), PAGE)
             cursors = advance(cursors, found)
-            if found and number(found[0].entry) > self._last + 1:
+            if found and number(found[0].entry) > self._judged + 1:
                 await self._archive()
             await self._take((found,))
             await self._tell("live")

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -13,7 +14,7 @@ from actors import registry
 from contracts import events as ev
 from contracts.envelope import Envelope
 from pipeline.trace import Span, Spans
-from pipeline.ui._barriers import Barriers, Stretch
+from pipeline.ui._barriers import Barriers, Phase, Stretch
 from pipeline.ui._columns import Columns, Row
 from pipeline.ui._index import Index
 
@@ -58,6 +59,17 @@ SHOWN_OTHERWISE = (
 """Kinds whose spans the barrier lanes stand for."""
 
 
+class TimelinePart(msgspec.Struct, frozen=True, array_like=True):
+    """What `Timeline.drain` hands on: the lanes' new rows and new names; all that is under way, and the latest time."""
+
+    zero_ns: int | None
+    last: float
+    names: list[str]
+    lanes: list[tuple[str, str, list[bytes]]]
+    waits: list[tuple[str, str, float, ev.WaitStarted]]
+    barriers: dict[str, tuple[Phase, int, float]]
+
+
 class Lane:
     """Spans of one track of one actor. Times in seconds since the run's first event; `rows`: the event that ended each;
     `names`: index into the names of the timeline."""
@@ -70,6 +82,8 @@ class Lane:
         """Take a span: (start, end, kind, row, name)."""
         self.extend = self._columns.rows
         """Take spans."""
+        self.drain = self._columns.drain
+        self.merge = self._columns.merge
 
     @property
     def starts(self) -> Any:
@@ -103,6 +117,8 @@ class Timeline(Spans):
         are read from their events when they are shown."""
         self._names: list[str] = []
         self._numbers: dict[str, int] = {}
+        self._drained = 0
+        """Names that were handed on."""
         self._row = 0
         self._refits = Barriers(self._stretch)
         for kind in (*SHOWN_OTHERWISE, ev.TrajectoryFinished):
@@ -142,6 +158,23 @@ class Timeline(Spans):
             self._lane_of(actor, "rollouts").extend(rolled)
         self._rolled.clear()
         return samples
+
+    def drain(self) -> TimelinePart:
+        """Let go of the spans since the last time. What is left can only be extended and drained."""
+        names, self._drained = self._names[self._drained :], len(self._names)
+        lanes = [(lane.actor, lane.track, lane.drain()) for lane in self.lanes.values()]
+        waits = [(actor, on, since, body) for (actor, on), (since, body) in self._waits.items()]
+        return TimelinePart(self.zero_ns, self._last, names, lanes, waits, dict(self._refits.under_way))
+
+    def merge(self, part: TimelinePart) -> None:
+        """Take what another timeline, which began where this one ends, was drained of."""
+        self.zero_ns, self._last = part.zero_ns, part.last
+        for name in part.names:
+            self._name(name)
+        for actor, track, columns in part.lanes:
+            self._lane_of(actor, track).merge(columns)
+        self._waits = {(actor, on): (since, body) for actor, on, since, body in part.waits}
+        self._refits.under_way = dict(part.barriers)
 
     @property
     def length(self) -> float:
