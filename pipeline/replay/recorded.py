@@ -25,7 +25,7 @@ from pipeline.rundir import CODE, Era, RunDir
 from pipeline.runtime.journal import Record
 
 
-class _Slim(msgspec.Struct, frozen=True, tag="delivered"):
+class _Slim(msgspec.Struct, frozen=True, gc=False, tag="delivered"):
     """`Delivered` with its envelope left undecoded: the log holds the same one."""
 
     ref: Ref
