@@ -174,7 +174,7 @@ async def test_a_claim_whose_reply_was_lost_comes_with_the_next_reading(store: S
     await owner.ensure_group("tasks", GROUP)
     await owner.post("tasks", b"x")
     await owner.read_work({"tasks": 1}, GROUP, block_ms=None)
-    bus = await store.bus("a", url=proxy.url, outage_s=0.1)
+    bus = await store.bus("a", url=proxy.url, outage_s=2.0)
     assert await bus.read_work({"tasks": 1}, GROUP, block_ms=None) == []
     assert (await bus.claim_idle("tasks", GROUP, 600_000, 1)).entries == []
     proxy.swallow()
@@ -209,7 +209,7 @@ async def test_a_server_that_was_killed_comes_back_with_its_data(tmp_path: Path)
 
 async def test_a_store_that_became_read_only_is_waited_for(tmp_path: Path) -> None:
     with choose(ENV, tmp_path, BrokerConfig()) as broker:
-        bus = await Bus.connect(broker.url, "replica", actor="a", outage_s=0.3)
+        bus = await Bus.connect(broker.url, "replica", actor="a", outage_s=2.0)
         await bus._link.command("REPLICAOF", "127.0.0.1", "1")
         with pytest.raises(BusUnavailable, match="read only replica"):
             await bus.boot()
@@ -406,8 +406,8 @@ async def test_sentinels_name_the_master(tmp_path: Path) -> None:
         async with server(tmp_path / "sentinel", watching, sentinel=True) as port:
             await usable(f"redis+sentinel://127.0.0.1:{port},127.0.0.1:{await free_port()}/mine")
             with pytest.raises(BusUnavailable, match="No master found for 'other'"):
-                await usable(f"redis+sentinel://127.0.0.1:{port}/other", connect_s=0.3)
-            bus = await Bus.connect(f"redis+sentinel://127.0.0.1:{port}/mine", "run", actor="a", outage_s=0.3)
+                await usable(f"redis+sentinel://127.0.0.1:{port}/other", connect_s=2.0)
+            bus = await Bus.connect(f"redis+sentinel://127.0.0.1:{port}/mine", "run", actor="a", outage_s=2.0)
             await bus._link.command("REPLICAOF", "127.0.0.1", "1")
             with pytest.raises(BusUnavailable, match="previous master is now a slave"):
                 await bus.boot()
