@@ -1,4 +1,4 @@
-"""The address that a server binds and announces, from the setting `network.host`."""
+"""The address that a server binds and announces, from the setting `network.host`, and a port that is free."""
 
 from __future__ import annotations
 
@@ -22,3 +22,9 @@ def address_of(host: str) -> str:
             return probe.getsockname()[0]
         except OSError:
             return socket.gethostbyname(socket.gethostname())
+
+
+def free_port() -> int:
+    """A port that nobody on loopback uses now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]

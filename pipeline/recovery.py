@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from actors import registry
+from actors import atomic, registry
 from actors.recorder import archive
 from actors.recorder.actor import KEPT, PAYLOADS, Payload
 from actors.recorder.ordering import number
@@ -283,9 +283,7 @@ def cut_metrics(path: Path, newest: int) -> None:
     lines = path.read_bytes().splitlines(keepends=True)
     kept = [line for line in lines if line.endswith(b"\n") and msgspec.json.decode(line)["version"] <= newest]
     if len(kept) < len(lines):
-        draft = path.with_name(f".{path.name}")
-        draft.write_bytes(b"".join(kept))
-        draft.replace(path)
+        atomic.write(path, b"".join(kept))
 
 
 def _read(folder: Path, streams: set[str] | None = None) -> list[Entry]:

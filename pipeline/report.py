@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import os
 import re
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import msgspec
 import yaml
 
+from actors import atomic
 from config.schema import RunConfig
 from pipeline import eventlog
 from pipeline.errors import Exit, PipelineError
@@ -44,9 +44,7 @@ def write(run: RunDir) -> Path:
         data.extend(batch)
     if not data.view.rows:
         raise PipelineError(f"{run.path} has no finished training step to report; see `pipeline log`", Exit.FAILED)
-    draft = run.path / ".report.html"
-    draft.write_text(render(data), encoding="utf-8")
-    os.replace(draft, run.report)
+    atomic.write(run.report, render(data).encode())
     return run.report
 
 

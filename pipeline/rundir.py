@@ -26,6 +26,7 @@ from typing import Any
 
 import msgspec
 
+from actors import atomic
 from config import loading
 from config.schema import RunConfig
 from pipeline.errors import Exit, PipelineError
@@ -179,9 +180,7 @@ class RunDir:
 
     def write(self, info: RunInfo) -> None:
         """Replace run.json atomically."""
-        draft = self.path / f".run.json.{os.getpid()}"
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
-        os.replace(draft, self.path / "run.json")
+        atomic.write(self.path / "run.json", msgspec.json.format(msgspec.json.encode(info), indent=2) + b"\n")
 
     def update(self, **changes: Any) -> RunInfo:
         """Change fields of run.json."""
@@ -193,9 +192,7 @@ class RunDir:
         """Go on under other settings; `era` is what they replace."""
         info = self.info()
         self.update(eras=(*info.eras, era), config=msgspec.to_builtins(config), config_digest=loading.digest(config))
-        draft = self.path / ".config.yaml"
-        draft.write_text(loading.dump(config))
-        os.replace(draft, self.path / "config.yaml")
+        atomic.write(self.path / "config.yaml", loading.dump(config).encode())
 
     # --- ownership ---
 

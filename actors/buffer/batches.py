@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from actors.buffer import samplers
 from actors.buffer.samplers import SamplerError
-from actors.buffer.state import State, candidate, group_ref, without
+from actors.buffer.state import State, candidate, group_ref
 from config.schema import RunConfig
 from contracts.core import Emit, Step
 from contracts.events import ActorFailed, BatchReady, BufferDepth, CreditGranted
@@ -53,9 +53,9 @@ class Batches:
     def emit(self, state: State, chosen: tuple[int, ...]) -> Step[State]:
         step = state.target()
         lags: dict[int, int] = {}
-        groups, flat = [], 0
+        groups, flat, ready = [], 0, state.ready.copy()
         for index in chosen:
-            held = state.ready[index]
+            held = ready.pop(index)
             group = group_ref(index, held, step)
             groups.append(group)
             flat += held.flat()
@@ -63,7 +63,7 @@ class Batches:
                 if sample.valid:
                     lags[sample.lag] = lags.get(sample.lag, 0) + 1
         batch = BatchReady(batch=state.next_batch, groups=tuple(groups))
-        ready, closed = without(state.ready, *chosen), state.closed.add(*chosen)
+        closed = state.closed.add(*chosen)
         state = replace(state, ready=ready, closed=closed, next_batch=state.next_batch + 1)
         depth = BufferDepth(
             batch=batch.batch,

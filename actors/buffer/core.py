@@ -26,8 +26,8 @@ from actors.buffer.state import (
     refusal,
     reject,
     with_sample,
-    without,
 )
+from actors.states import without
 from config.schema import RunConfig
 from contracts.core import Ack, Booted, Delivered, Emit, Ref, Release, Step, Tick
 from contracts.events import (

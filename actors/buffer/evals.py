@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
-from actors.buffer.state import Round, State, refusal, reject, with_reward, without
+from actors.buffer.state import Round, State, refusal, reject, with_reward
+from actors.states import without
 from contracts.core import Emit, Release, Step
 from contracts.events import ActorFailed, EvalFinished, TrajectoriesEvent, TrajectoryFinished
 

@@ -200,14 +200,3 @@ def group_ref(index: int, group: Group, step: int) -> GroupRef:
         ]
     )
     return GroupRef(task=group.task, index=index, samples=samples)
-
-
-def without(held: dict[int, Any], *keys: int) -> dict[int, Any]:
-    """`held` without `keys`: a copy, if it has one of them."""
-    present = [key for key in keys if key in held]
-    if not present:
-        return held
-    rest = held.copy()
-    for key in present:
-        del rest[key]
-    return rest

@@ -27,6 +27,7 @@ from actors.collector.messages import (
     ThreadsStuck,
     Try,
 )
+from actors.states import without
 from config.schema import RolloutConfig
 from contracts.core import Ack, Booted, Delivered, Emit, LeaseLost, Ref, Step, Tick
 from contracts.events import (
@@ -331,10 +332,10 @@ def _restart(input: ThreadsStuck) -> Restart:
 
 def _settle(state: State, task: Open, sample: int, serial: int) -> Step[State]:
     """The sample has its result; with the last one the task is done. `serial`: payload keys made so far."""
-    attempts = _without(task.attempts, sample)
+    attempts = without(task.attempts, sample)
     if not attempts:
         return _remove(state, task.ref.entry, serial), (Ack(task.ref),)
-    waiting, failures = _without(task.waiting, sample), _without(task.failures, sample)
+    waiting, failures = without(task.waiting, sample), without(task.failures, sample)
     return _put(state, replace(task, attempts=attempts, waiting=waiting, failures=failures), serial), ()
 
 
@@ -349,14 +350,5 @@ def _put(state: State, task: Open, serial: int | None = None) -> State:
 
 
 def _remove(state: State, entry: str, serial: int | None = None) -> State:
-    rest, due = _without(state.open, entry), _without(state.due, entry)
+    rest, due = without(state.open, entry), without(state.due, entry)
     return replace(state, open=rest, due=due, serial=state.serial if serial is None else serial)
-
-
-def _without(held: dict[Any, Any], key: Any) -> dict[Any, Any]:
-    """`held` without `key`: a copy, if it has it."""
-    if key not in held:
-        return held
-    rest = held.copy()
-    del rest[key]
-    return rest

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 import msgspec
 
 from actors.engine.client import CallError, HttpEngineClient
+from actors.network import free_port
 from config import gpus
 from config.schema import RunConfig, is_direct
 
@@ -123,13 +123,6 @@ def _placed(numbers: tuple[int, ...]) -> tuple[str, ...]:
 
 def _threads(count: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(count), "MKL_NUM_THREADS": str(count)}
-
-
-def free_port() -> int:
-    """A port that nobody on loopback uses now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
 
 
 class ServerProcess:

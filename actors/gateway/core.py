@@ -54,8 +54,8 @@ from actors.gateway.state import (
     load_of,
     reachable,
     rid_prefix,
-    without,
 )
+from actors.states import without
 from config.schema import GatewayConfig, RefitConfig
 from contracts.core import Booted, Delivered, Emit
 from contracts.events import (

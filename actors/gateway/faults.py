@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from actors.gateway.state import AbortCall, Avoided, FailKind, InFlight, Refuse, State, gone, replace, without
+from actors.gateway.state import AbortCall, Avoided, FailKind, InFlight, Refuse, State, gone, replace
+from actors.states import without
 from contracts.events import ActorBooted, EngineDead, EngineQuarantined, RunStarted, RunStopping
 
 BACKOFF_S, BACKOFF_MAX_S = 0.25, 5.0

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from actors.states import without
 from contracts.events import Member
 
 replace = msgspec.structs.replace
@@ -281,15 +282,6 @@ def rid(prefix: str, sample: int) -> str:
 
 
 # --- changes ---------------------------------------------------------------------------------------------------------
-
-
-def without(mapping: dict[Any, Any], key: Any) -> dict[Any, Any]:
-    """`mapping` without `key`, if it has it."""
-    if key not in mapping:
-        return mapping
-    copy = mapping.copy()
-    del copy[key]
-    return copy
 
 
 def arrived(state: State, input: Arrived, now: float) -> tuple[State, list[Any]]:

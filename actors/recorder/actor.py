@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from actors import registry
+from actors import atomic, registry
 from actors.recorder.archive import ArchiveBusy, Writer, read
 from actors.recorder.core import OWN_JOURNAL, Appended, Flush, Flushed, Follow, RecorderCore, Recovered, Trim
 from actors.recorder.files import Table, TensorBoard
@@ -236,10 +236,7 @@ class RecorderShell:
         return Flushed(cursors, size, command.rotate)
 
     def _store(self, kept: bytes) -> None:
-        path = Path(self._context.run_dir) / KEPT
-        draft = path.with_name(f".{KEPT}")
-        draft.write_bytes(kept)
-        draft.replace(path)
+        atomic.write(Path(self._context.run_dir) / KEPT, kept)
 
     async def _trim(self, command: Trim) -> None:
         store = self._context.store

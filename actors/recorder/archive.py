@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import zstandard
 
+from actors import atomic
 from actors.recorder.ordering import number
 from contracts.core import Entry
 
@@ -269,16 +270,7 @@ def read_index(folder: Path) -> Index:
 
 
 def _write_index(folder: Path, index: Index) -> None:
-    draft = folder / ".index.json"
-    _write_durably(draft, msgspec.json.encode(index))
-    os.replace(draft, folder / "index.json")
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    atomic.write(folder / "index.json", msgspec.json.encode(index), durable=True)
 
 
 def cut(folder: Path, upto: Mapping[str, int]) -> int:
@@ -309,7 +301,7 @@ def cut(folder: Path, upto: Mapping[str, int]) -> int:
 def _rewritten(folder: Path, segment: Segment, kept: list[Entry]) -> Segment:
     frame = _frame(kept) if kept else b""
     file = f"{segment.file.removesuffix('.zst')}{CUT}"
-    _write_durably(folder / file, frame)
+    atomic.write(folder / file, frame, durable=True)
     spans: dict[str, Span] = {}
     _count(spans, kept)
     return msgspec.structs.replace(segment, file=file, bytes=len(frame), records=len(kept), streams=spans)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from actors import atomic
 from actors.refit.core import RefitCore
 from actors.refit.state import FsyncHigh, HighWritten, Log, Watch
 from config.schema import RunConfig
@@ -89,17 +89,7 @@ def write_high(path: Path, epoch: int) -> None:
     if high >= epoch:
         raise EpochUsed(f"{path} says that epoch {high} was used, this boot is about to use {epoch}: it was replaced")
     path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".new")
-    with fresh.open("w") as file:
-        file.write(f"{epoch}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    atomic.write(path, f"{epoch}\n".encode(), durable=True)
 
 
 def build(config: RunConfig, actor: str) -> RefitShell:

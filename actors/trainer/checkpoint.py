@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from actors import atomic
 
 FORMAT = 1
 META = "meta.json"
@@ -45,12 +46,12 @@ def write(path: Path, files: Mapping[str, Writer], meta: Mapping[str, Any]) -> i
     scratch.mkdir(parents=True)
     for name, writer in files.items():
         writer(scratch / name)
-        _sync(scratch / name)
+        atomic.sync(scratch / name)
     listing = {name: {"bytes": (scratch / name).stat().st_size, "sha256": _sha256(scratch / name)} for name in files}
     text = json.dumps({"format": FORMAT, "meta": dict(meta), "files": listing}, indent=1)
     (scratch / META).write_text(text)
-    _sync(scratch / META)
-    _sync(scratch)
+    atomic.sync(scratch / META)
+    atomic.sync(scratch)
     if path.exists():
         replaced = path.with_name(f"{_SCRATCH}replaced-{path.name}")
         _remove(replaced)
@@ -59,7 +60,7 @@ def write(path: Path, files: Mapping[str, Writer], meta: Mapping[str, Any]) -> i
         _remove(replaced)
     else:
         scratch.rename(path)
-    _sync(path.parent)
+    atomic.sync(path.parent)
     return len(text.encode()) + sum(entry["bytes"] for entry in listing.values())
 
 
@@ -139,14 +140,6 @@ def _verify(path: Path, listed: Mapping[str, Any], digest: bool) -> None:
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _remove(path: Path) -> None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import socket
 import sys
 import tempfile
 from pathlib import Path
@@ -14,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from actors.environments.nemo_gym.head import Gym, GymError
+from actors.network import free_port
 
 GRACE_S = 20.0
 """What Gym gets to end its servers before they are killed."""
@@ -45,7 +45,7 @@ class Servers:
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
-        port = launch.head_port or _free_port()
+        port = launch.head_port or free_port()
         self.gym = Gym(f"http://127.0.0.1:{port}")
         self._port = port
         self._log = launch.run_dir / "logs" / "gym.log"
@@ -213,11 +213,6 @@ async def _listens(url: str) -> bool:
         return False
     writer.close()
     return True
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def package_file(python: Path, name: str) -> Path | None:
