@@ -48,7 +48,7 @@ def run(directory: RunDir, config: RunConfig, targets: Targets, say: Callable[[s
         sinks = _open(directory.info().run, config, targets, board, lock, say, opened)
         for entry, envelope in eventlog.follow(directory):
             with lock:
-                rows = board.extend([(entry, envelope, number(entry.entry))])
+                rows = board.extend(eventlog.gathered([(entry, envelope, number(entry.entry))]))
             for sink in sinks:
                 sink.take(envelope, rows[0] if rows else None)
     return board.model.events

@@ -27,6 +27,7 @@ from contracts.core import Entry
 from contracts.envelope import encode
 from pipeline.cli import main
 from pipeline.errors import Exit, PipelineError
+from pipeline.eventlog import gathered
 from pipeline.export import command
 from pipeline.export import figures as export_figures
 from pipeline.export.figures import figures
@@ -38,7 +39,7 @@ from pipeline.top.board import Board
 
 def folded(story: Story) -> Board:
     board = Board()
-    board.extend([(Entry(e.stream, f"{n}-0", encode(e)), e, n) for n, e in enumerate(story.log, 1)])
+    board.extend(gathered((Entry(e.stream, f"{n}-0", encode(e)), e, n) for n, e in enumerate(story.log, 1)))
     return board
 
 
@@ -136,7 +137,7 @@ def test_steps_and_refits_become_spans_of_their_length() -> None:
     spans, reader, board = InMemorySpanExporter(), InMemoryMetricReader(), Board()
     telemetry = Telemetry("demo", board, Lock(), reader, spans)
     for number, envelope in enumerate(story.log, 1):
-        rows = board.extend([(Entry(envelope.stream, f"{number}-0", encode(envelope)), envelope, number)])
+        rows = board.extend(gathered([(Entry(envelope.stream, f"{number}-0", encode(envelope)), envelope, number)]))
         telemetry.take(envelope, rows[0] if rows else None)
     metrics = reader.get_metrics_data()
     telemetry.close()
