@@ -6,6 +6,10 @@ answer at once.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,9 @@ import click
 
 from pipeline.commands import extending, letters, looking, running
 from pipeline.errors import Exit, PipelineError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""Errors of a place that takes no more: a disk, a quota, a limit of the shell."""
 
 
 class Commands(click.Group):
@@ -24,8 +31,22 @@ class Commands(click.Group):
         except PipelineError as error:
             click.echo(f"pipeline: {error}", err=True)
             raise click.exceptions.Exit(error.code) from error
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            click.echo(f"pipeline: {error.filename or 'the output'} can't be written: {error.strerror}", err=True)
+            _drop_output()
+            raise click.exceptions.Exit(Exit.FAILED) from error
         except KeyboardInterrupt as error:
             raise click.exceptions.Exit(Exit.INTERRUPTED) from error
+
+
+def _drop_output() -> None:
+    """What standard output still holds can't be written either, and would only fail once more at the exit."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})

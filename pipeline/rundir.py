@@ -103,21 +103,33 @@ class RunDir:
         Missing parents are made. `path` may exist if it is empty. Raises `PipelineError` if it holds a run or anything
         else, or can't be written.
         """
-        fresh = path is None or not path.exists()
         try:
+            fresh = path is None or not path.exists()
             made = cls(_claim([path] if path is not None else _names(info), exist_ok=path is not None))
             made._made = fresh
             made.lock()
             if set(os.listdir(made.path)) - {"lock", "config.yaml", *FOLDERS}:
                 made.unlock()
                 raise PipelineError(_occupied(made.path), Exit.USAGE)
-            for folder in FOLDERS:
-                (made.path / folder).mkdir(exist_ok=True)
-            (made.path / "config.yaml").write_text(config_yaml)
-            made.write(info)
+            made._fill(info, config_yaml)
         except OSError as error:
-            raise PipelineError(f"run_dir={path or RUNS}: {error.strerror} ({error.filename})", Exit.USAGE) from error
+            where = path or RUNS
+            why = f"{error.filename} is a file" if isinstance(error, FileExistsError) else error.strerror
+            at = "" if error.filename in (None, str(where)) or why != error.strerror else f" ({error.filename})"
+            raise PipelineError(f"run_dir={where}: {why}{at}; choose another place", Exit.USAGE) from error
         return made
+
+    def _fill(self, info: RunInfo, config_yaml: str) -> None:
+        """Whole, or not at all."""
+        try:
+            for folder in FOLDERS:
+                (self.path / folder).mkdir(exist_ok=True)
+            (self.path / "config.yaml").write_text(config_yaml)
+            self.write(info)
+        except OSError:
+            self.withdraw()
+            self.unlock()
+            raise
 
     def withdraw(self) -> None:
         """The run was refused before it began: nothing of it stays, unless somebody else wrote into the directory."""
@@ -129,7 +141,8 @@ class RunDir:
         for path in own - {self.path / "lock"}:
             path.unlink(missing_ok=True)
         for folder in FOLDERS:
-            (self.path / folder).rmdir()
+            with contextlib.suppress(FileNotFoundError):
+                (self.path / folder).rmdir()
         (self.path / "lock").unlink()
         with contextlib.suppress(OSError):  # somebody else has begun a run there since
             if self._made:

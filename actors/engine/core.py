@@ -183,7 +183,10 @@ class EngineCore:
         if on is None:
             return replace(state, waiting=None), commands
         cause = "its lease ran out" if on == "store" else "it may serve after the next commit only"
-        deadline_at = None if state.part is None else state.part.deadline_at
+        part = (
+            None if state.mode == "releasing" else state.part
+        )  # the trainer's step comes between, with its own deadline
+        deadline_at = None if part is None else part.deadline_at
         commands.append(Emit(WaitStarted(actor=self._actor, on=on, cause=cause, deadline_at=deadline_at)))
         return replace(state, waiting=Waiting(on, now)), commands
 

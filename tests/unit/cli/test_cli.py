@@ -71,6 +71,22 @@ def test_versions_are_printed() -> None:
     assert "sluice-rl 0.1.0" in call("version").output
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_that_can_not_be_written_ends_in_one_line(tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "pipeline", "recipes"],
+            cwd=tmp_path,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == Exit.FAILED
+    assert done.stderr == "pipeline: the output can't be written: No space left on device\n"
+
+
 # --- up, refused ---
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -59,11 +60,34 @@ def test_an_empty_directory_may_be_used_and_another_may_not(tmp_path: Path) -> N
     (tmp_path / "full" / "thesis.tex").touch()
     assert "is not empty: choose an empty or a new directory" in refusal(lambda: create(tmp_path / "full"))
     (tmp_path / "file").touch()
-    assert "run_dir=" in refusal(lambda: create(tmp_path / "file"))
+    said = refusal(lambda: create(tmp_path / "file" / "run"))
+    assert said == f"run_dir={tmp_path}/file/run: {tmp_path}/file is a file; choose another place"
 
 
 def test_a_directory_that_can_not_be_made_is_refused_with_the_reason() -> None:
-    assert "run_dir=/proc/none/run: " in refusal(lambda: create(Path("/proc/none/run")))
+    assert "run_dir=/proc/none/run: No such file or directory (/proc/none)" in refusal(
+        lambda: create(Path("/proc/none/run"))
+    )
+    long = Path("d" * 300)
+    assert f"run_dir={long}: File name too long; choose another place" in refusal(lambda: create(long))
+
+
+@pytest.mark.parametrize("existed", [False, True])
+def test_a_disk_that_is_full_leaves_no_half_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, existed: bool
+) -> None:
+    if existed:
+        (tmp_path / "run").mkdir()
+    replace = os.replace
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "replace", full)
+    assert "run: No space left on device; choose another place" in refusal(lambda: create(tmp_path / "run"))
+    assert list(tmp_path.rglob("*")) == ([tmp_path / "run"] if existed else [])
+    monkeypatch.setattr(os, "replace", replace)
+    create(tmp_path / "run")
 
 
 def test_the_directory_of_a_live_run_is_refused_and_that_of_a_dead_one_can_be_resumed(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from contracts.events import (
     EngineReleased,
     Member,
     ReleaseRequested,
+    WaitStarted,
 )
 from tests.unit.engine.driver import Driver
 from tests.unit.engine.fake_server import FakeServer
@@ -60,6 +61,18 @@ def test_what_is_performed_is_given_up_for_a_release(mode: str, group: str | Non
     run = Run(*PATHS[mode])
     assert run.feed(wanted(2, BOOT, drain="interrupt")) == [Abandon(1, group), Release(2, 15.0, 27.0)]
     assert run.feed(requested(3, BOOT)) == [Abandon(2, None), Drain(3, 24.0, 30.0)]
+
+
+def test_the_wait_over_a_release_is_bounded_by_the_step_not_by_the_drain():
+    run = Run(*PATHS["serving"])
+    run.feed(wanted(2, BOOT))
+    assert (run.waits[-1].on, run.waits[-1].deadline_at) == ("refit", None)
+    run.feed(Released(2, ("kv_cache",), 0.5, 0.1))
+    run.feed(requested(3, BOOT))
+    assert len([wait for wait in run.waits if isinstance(wait, WaitStarted)]) == 2
+    other = Run(*PATHS["serving"])
+    other.feed(requested(2, BOOT))
+    assert other.waits[-1].deadline_at == 60.0
 
 
 def test_a_release_of_others_is_no_reason_to_go_on_serving():
