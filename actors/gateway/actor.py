@@ -39,7 +39,7 @@ from actors.gateway.state import (
 from actors.gateway.templates import TemplateError
 from actors.gateway.tokens import ModelFilesError, Tokens
 from actors.gateway.upstream import AnswerError, Arriving, Draft, Job, absorb, body, rids, size_limit
-from actors.startup import uncollected
+from actors.startup import rarely_collected, uncollected
 from config.schema import RunConfig
 from contracts.core import Context, Fatal
 
@@ -123,6 +123,7 @@ class GatewayShell:
     async def start(self, context: Context) -> None:
         """Load the tokenizer and listen; callers wait until `Announce`. Raises `Fatal`."""
         self._context = context
+        rarely_collected()
         self._tokens, self._answers = await asyncio.to_thread(self._load_model)
         self._engines = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),

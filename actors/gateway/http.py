@@ -28,6 +28,7 @@ from actors.gateway.openai import (
     responses_answer,
 )
 from actors.gateway.overdue import Overdue
+from actors.gateway.routes import Routes, Table
 from actors.gateway.serving import Live, Serving
 from actors.gateway.streams import ChatStream, ResponsesStream
 from actors.gateway.upstream import Job
@@ -74,7 +75,7 @@ _openings = msgspec.json.Decoder(OpenForm)
 class Server:
     """Serves /generate, OpenAI's APIs, episodes, /health and /status, which answers `status()`.
 
-    A caller that doesn't read what it is sent is cut off after `UNREAD_S`.
+    Made on a running loop. A caller that doesn't read what it is sent is cut off after `UNREAD_S`.
     """
 
     def __init__(self, serving: Serving, status: Callable[[], dict[str, Any]]) -> None:
@@ -86,26 +87,26 @@ class Server:
         self._episodes = Episodes(serving.config.max_episodes, serving.clock.now)
         self._chat = Chat(serving, self._episodes)
         self._overdue = Overdue()
-        app = web.Application(client_max_size=serving.config.max_body_mib * 2**20)
-        # The first that fits is taken, so what is asked most comes first.
-        for base in ("/v1", "/episodes/{episode}/v1"):
-            app.add_routes(
-                [
-                    web.post(f"{base}/chat/completions", self._chat_completions),
-                    web.post(f"{base}/responses", self._responses),
-                    web.get(f"{base}/models", self._models),
-                ]
-            )
-        app.add_routes(
-            [
-                web.post("/generate", self._generate),
-                web.post("/episodes/{episode}", self._open),
-                web.post("/episodes/{episode}/finish", self._finish),
-                web.get("/health", self._health),
-                web.get("/status", self._report),
-            ]
-        )
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        limit = serving.config.max_body_mib * 2**20
+        base: Table = {
+            "/v1/chat/completions": ("POST", self._chat_completions),
+            "/v1/responses": ("POST", self._responses),
+            "/v1/models": ("GET", self._models),
+        }
+        plain: Table = {
+            **base,
+            "/generate": ("POST", self._generate),
+            "/health": ("GET", self._health),
+            "/status": ("GET", self._report),
+        }
+        routes = Routes(plain, {**base, "": ("POST", self._open), "/finish": ("POST", self._finish)})
+
+        def request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
+            loop = asyncio.get_running_loop()
+            return web.BaseRequest(message, payload, protocol, writer, task, loop, client_max_size=limit)
+
+        server = web.Server(routes.serve, request_factory=request, handler_cancellation=True, access_log=None)
+        self._runner = web.ServerRunner(server, shutdown_timeout=1.0)
 
     async def start(self, host: str, patient: bool) -> str:
         """Bind and listen; answers the URL. `patient` waits a little for a port in use. Raises `Fatal`."""
@@ -136,7 +137,7 @@ class Server:
 
     # --- native ------------------------------------------------------------------------------------------------------
 
-    async def _generate(self, request: web.Request) -> web.Response:
+    async def _generate(self, request: web.BaseRequest, episode: str | None) -> web.Response:
         arrived_at = self._clock.now()
 
         async def answer() -> bytes:
@@ -154,7 +155,7 @@ class Server:
         ]
         return replace(generated, samples=samples)
 
-    async def _answered(self, request: web.Request, work: Coroutine[Any, Any, bytes]) -> web.Response:
+    async def _answered(self, request: web.BaseRequest, work: Coroutine[Any, Any, bytes]) -> web.Response:
         """The body that `work` answers, or its problem."""
         try:
             response = web.Response(body=await work, content_type=_JSON)
@@ -162,7 +163,7 @@ class Server:
             response = self._refusal(error)
         return await self._send(request, response)
 
-    async def _send(self, request: web.Request, response: web.Response) -> web.Response:
+    async def _send(self, request: web.BaseRequest, response: web.Response) -> web.Response:
         with self._overdue.after(UNREAD_S, partial(_cut_off, request)):
             await response.prepare(request)
             await response.write_eof()
@@ -198,30 +199,31 @@ class Server:
 
     # --- episodes ----------------------------------------------------------------------------------------------------
 
-    async def _open(self, request: web.Request) -> web.Response:
+    async def _open(self, request: web.BaseRequest, name: str | None) -> web.Response:
         async def answer() -> bytes:
-            self._episodes.open(request.match_info["episode"], _opening(await request.read()))
+            self._episodes.open(name or "", _opening(await request.read()))
             return b"{}"
 
         return await self._answered(request, answer())
 
-    async def _finish(self, request: web.Request) -> web.Response:
+    async def _finish(self, request: web.BaseRequest, name: str | None) -> web.Response:
         async def answer() -> bytes:
-            return msgspec.json.encode(self._episodes.finish(request.match_info["episode"]))
+            return msgspec.json.encode(self._episodes.finish(name or ""))
 
         return await self._answered(request, answer())
 
     # --- OpenAI's ----------------------------------------------------------------------------------------------------
 
-    async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        return await self._openai(request, read_chat, chat_answer, ChatStream)
+    async def _chat_completions(self, request: web.BaseRequest, episode: str | None) -> web.StreamResponse:
+        return await self._openai(request, episode, read_chat, chat_answer, ChatStream)
 
-    async def _responses(self, request: web.Request) -> web.StreamResponse:
-        return await self._openai(request, read_responses, responses_answer, ResponsesStream)
+    async def _responses(self, request: web.BaseRequest, episode: str | None) -> web.StreamResponse:
+        return await self._openai(request, episode, read_responses, responses_answer, ResponsesStream)
 
     async def _openai(
         self,
-        request: web.Request,
+        request: web.BaseRequest,
+        episode: str | None,
         read: Callable[[bytes], tuple[F, Ask]],
         finished: Callable[[Served, F], dict[str, Any]],
         streamed: Callable[[F], ChatStream | ResponsesStream],
@@ -231,8 +233,7 @@ class Server:
         response: web.Response | None = None
         try:
             form, ask = read(await request.read())
-            named = request.match_info.get("episode")
-            ask = msgspec.structs.replace(ask, session=named) if named else ask
+            ask = msgspec.structs.replace(ask, session=episode) if episode else ask
             if not form.stream:
                 answer = finished(await self._chat.answer(ask, arrived_at), form)
                 response = web.Response(body=msgspec.json.encode(answer), content_type=_JSON)
@@ -243,7 +244,7 @@ class Server:
         return await self._stream(request, ask, arrived_at, streamed(form))
 
     async def _stream(
-        self, request: web.Request, ask: Ask, arrived_at: float, stream: ChatStream | ResponsesStream
+        self, request: web.BaseRequest, ask: Ask, arrived_at: float, stream: ChatStream | ResponsesStream
     ) -> web.StreamResponse:
         """Pieces as they come, and a sign of life where none does for a while.
 
@@ -279,14 +280,14 @@ class Server:
             answer.cancel()
         return response
 
-    async def _models(self, request: web.Request) -> web.Response:
+    async def _models(self, request: web.BaseRequest, episode: str | None) -> web.Response:
         listed = {"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "sluice"}]}
         return web.Response(body=msgspec.json.encode(listed), content_type=_JSON)
 
-    async def _health(self, request: web.Request) -> web.Response:
+    async def _health(self, request: web.BaseRequest, episode: str | None) -> web.Response:
         return web.Response(body=b'{"status":"ok"}', content_type=_JSON)
 
-    async def _report(self, request: web.Request) -> web.Response:
+    async def _report(self, request: web.BaseRequest, episode: str | None) -> web.Response:
         return web.Response(body=msgspec.json.encode(self._status()), content_type=_JSON)
 
 
@@ -314,7 +315,7 @@ def _opening(data: bytes) -> OpenForm:
 
 
 @contextlib.asynccontextmanager
-async def _reading(request: web.Request, limit_s: float = math.inf) -> AsyncIterator[None]:
+async def _reading(request: web.BaseRequest, limit_s: float = math.inf) -> AsyncIterator[None]:
     """Send, if the caller reads: one that doesn't is cut off, so that nothing waits for it. Raises `CutOff`."""
     try:
         async with asyncio.timeout(min(UNREAD_S, limit_s)):
@@ -324,7 +325,7 @@ async def _reading(request: web.Request, limit_s: float = math.inf) -> AsyncIter
         raise CutOff from error
 
 
-def _cut_off(request: web.Request) -> None:
+def _cut_off(request: web.BaseRequest) -> None:
     if request.transport is not None:
         request.transport.abort()
     structlog.get_logger().warning("caller cut off", path=request.path, reason="it does not read its answer")

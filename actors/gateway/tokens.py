@@ -30,6 +30,9 @@ LARGE = 32_768
 CHARACTER = 8
 """Tokens that one character may take; bytes that are no character by then are shown as such."""
 
+KEPT = 1 << 20
+"""Characters of the prompts that are kept with their ids."""
+
 MARK = "q7Zk1xW9answerT4vB8"
 """Stands in for an answer while what follows it is rendered: letters and digits, which no template changes."""
 
@@ -65,6 +68,7 @@ class Tokens:
         settings = directory / "tokenizer_config.json"
         self.response_template: Any = _read(settings).get("response_template") if settings.exists() else None
         self._chat: Any = None
+        self._recent = Recent()
         self._loading = threading.Lock()
 
     async def text_ids(self, text: str, prefix: Sequence[int]) -> list[int]:
@@ -86,8 +90,7 @@ class Tokens:
         without a chat template or if it refuses the messages.
         """
         if not prefix:
-            text = await self._rendered(messages, self._render, messages, tools, template)
-            return await _threaded(len(text), self._encode, text, False)
+            return await self._first_ids(messages, tools, template)
         if not 1 <= carried < len(messages) or messages[carried - 1].get("role") != "assistant":
             raise DataProblem(
                 f"carried={carried} of {len(messages)} messages: it counts those that prefix_ids hold, of which the "
@@ -96,6 +99,16 @@ class Tokens:
         following = await self._rendered(messages, self._following, messages, carried, tools, template)
         text = self._behind(prefix[-1], following)
         return [*prefix, *await _threaded(len(text), self._encode, text, False)]
+
+    async def _first_ids(self, messages: Messages, tools: Tools, template: Mapping[str, Any] | None) -> list[int]:
+        """Of a conversation that begins. The samples of a group have one prompt, so the newest are kept."""
+        asked = repr((messages, tools, template))
+        found = self._recent.get(asked)
+        if found is None:
+            text = await self._rendered(messages, self._render, messages, tools, template)
+            found = await _threaded(len(text), self._encode, text, False)
+            self._recent.add(asked, found)
+        return list(found)
 
     def thinking(self, prompt: Sequence[int]) -> bool:
         """Whether the prompt ends within thinking that its template opened."""
@@ -171,6 +184,32 @@ class Tokens:
                     directory = str(self._directory)
                     self._chat = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
             return self._chat
+
+
+class Recent:
+    """The prompts that were asked for last, at most `KEPT` characters of them."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[int]] = {}
+        self._size = 0
+
+    def get(self, asked: str) -> list[int] | None:
+        ids = self._found.pop(asked, None)
+        if ids is not None:
+            self._found[asked] = ids
+        return ids
+
+    def add(self, asked: str, ids: list[int]) -> None:
+        """One that takes much of the room is not kept; those that were asked for longest ago make room."""
+        if len(asked) > KEPT // 8:
+            return
+        if asked not in self._found:
+            self._size += len(asked)
+        self._found[asked] = ids
+        while self._size > KEPT:
+            oldest = next(iter(self._found))
+            self._size -= len(oldest)
+            del self._found[oldest]
 
 
 class Unfolding:

@@ -4,14 +4,15 @@
 
 A fake engine in a process of its own answers 256 tokens with their logprobs. `--answer S:SHARE`: after S seconds, give
 or take SHARE of them. 2 s is a fast engine, 128 tokens a second for every sequence. 2:0.5 is what a batch of answers
-looks like, which do not end at one moment; 2:0 keeps all callers in step, so that they come in bursts as large as their
-number; 0:0 leaves nothing but the cost of the way there: JSON, tokens, checks, the core's steps and their commits, two
-hops instead of one. `*_cpu_ms` is what the gateway's process computes a turn, whatever else the machine does.
+looks like, which neither begin nor end at one moment; 2:0 keeps all callers in step, so that they come in bursts as
+large as their number; 0:0 leaves nothing but the cost of the way there: JSON, tokens, checks, the core's steps and
+their commits, two hops instead of one. `*_cpu_ms` is what the gateway's process computes a turn, whatever else the
+machine does.
 
 Callers are in this process, one request in flight each over a connection of its own, on every way alike. The gateway
 runs in a process of its own under the real runtime, with a real store. `native` is POST /generate; `chat` a whole
 episode of one turn, which is three requests: open, /v1/chat/completions, finish; `chat4` an episode of four turns, each
-of which repeats the conversation so far.
+of which repeats the conversation so far. `GROUP` callers have the first prompt in common, as the samples of a group do.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from pipeline.runtime.clock import WallClock
 from pipeline.runtime.loop import Runtime
 from tests.unit.gateway.agents import write_chat_model
 
-ANSWER, PROMPT = 256, 64
+ANSWER, PROMPT, GROUP = 256, 64, 8
 IDS = [3 + k % 50 for k in range(PROMPT)]
 SAMPLING = {"temperature": 1.0, "max_new_tokens": ANSWER}
 TEXT = "".join(chr(32 + k % 50) for k in range(ANSWER))
@@ -199,7 +200,7 @@ def chat(turns: int) -> Ask:
             await caller.post(name, msgspec.json.encode({"sampling": SAMPLING, "deadline_s": 60}))
             said[number] = []
         messages = said[number]
-        messages.append({"role": "user", "content": "a" * (PROMPT - 20)})
+        messages.append({"role": "user", "content": f"{number // GROUP} {turn} ".ljust(PROMPT - 20, "a")})
         await caller.post(f"{name}/v1/chat/completions", msgspec.json.encode({"messages": messages}))
         messages.append({"role": "assistant", "content": TEXT})
         if turn % turns == turns - 1:
@@ -217,19 +218,24 @@ def computed_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-async def rate(ask: Ask, url: str, callers: int, seconds: float) -> tuple[float, int]:
-    """Turns a second of `callers` that each ask again as soon as they have their answer, and turns in all."""
+async def rate(ask: Ask, url: str, callers: int, seconds: float, begin_s: float = 0.0) -> tuple[float, int]:
+    """Turns a second of `callers` that each ask again as soon as they have their answer, and turns in all.
+
+    They begin at any time in the first `begin_s`, by the same draws every time.
+    """
     loop = asyncio.get_running_loop()
     where = urlsplit(url)
     host, port = where.hostname or "", where.port or 0
     lines = [(await loop.create_connection(Caller, host, port))[1] for _ in range(callers)]
-    done = 0
+    done, draws = 0, random.Random(1)
+    begins = [draws.uniform(0.0, begin_s) for _ in lines]
     await asyncio.gather(*(ask(line, number, 0) for number, line in enumerate(lines)))
     started = time.perf_counter()
 
     async def play(number: int, line: Caller) -> None:
         nonlocal done
         turn = 0
+        await asyncio.sleep(begins[number])
         while time.perf_counter() - started < seconds:
             turn += 1
             await ask(line, number, turn)
@@ -259,7 +265,7 @@ def measure(answer_s: float, spread: float, asked: argparse.Namespace) -> None:
     def run(way: str, callers: int) -> tuple[float, float]:
         before = computed_s(gateway.pid)
         url = engine_url if way == "direct" else gateway_url
-        turns_s, turns = asyncio.run(rate(WAYS[way], url, callers, asked.seconds + 2 * answer_s))
+        turns_s, turns = asyncio.run(rate(WAYS[way], url, callers, asked.seconds + 2 * answer_s, 2 * spread * answer_s))
         return turns_s, (computed_s(gateway.pid) - before) / turns * 1e3
 
     try:

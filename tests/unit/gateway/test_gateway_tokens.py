@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
-from actors.gateway.tokens import LARGE, ModelFilesError, Tokens
+from actors.gateway.tokens import KEPT, LARGE, ModelFilesError, Recent, Tokens
 
 
 def test_limits_and_end_tokens_come_from_the_model(model: Path):
@@ -63,3 +63,35 @@ async def test_a_large_text_has_the_ids_of_its_parts(model: Path):
 
 def test_text_leaves_special_tokens_out(model: Path):
     assert Tokens(model).text([3, 4, 63, 1]) == "ab"
+
+
+async def test_the_samples_of_a_group_have_their_prompt_made_once_and_each_its_own_ids(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tokens, made = Tokens(model), []
+    render = tokens._render
+    monkeypatch.setattr(tokens, "_render", lambda *asked: made.append(asked) or render(*asked))
+    chat: Any = [{"role": "user", "content": "a"}]
+    first = await tokens.chat_ids(chat)
+    second = await tokens.chat_ids(list(chat))
+    assert first == second
+    second.append(3)
+    assert await tokens.chat_ids(chat) == first
+    assert len(made) == 1
+    await tokens.chat_ids(chat, template={"x": 1})
+    await tokens.chat_ids(chat, tools=[{"function": {"name": "f"}}])
+    await tokens.chat_ids([*chat, *chat])
+    assert len(made) == 4
+
+
+def test_the_prompts_that_are_kept_are_bounded_and_the_newest():
+    recent = Recent()
+    prompts = [chr(97 + k) * (KEPT // 8) for k in range(9)]
+    for k, prompt in enumerate(prompts):
+        recent.add(prompt, [k])
+        recent.add(prompt, [k])
+        assert recent.get(prompts[0]) == [0]
+    assert [recent.get(prompt) for prompt in prompts] == [[0], None, *([k] for k in range(2, 9))]
+    recent.add("x" * (KEPT // 8 + 1), [9])
+    assert recent.get("x" * (KEPT // 8 + 1)) is None
+    assert recent.get(prompts[8]) == [8]

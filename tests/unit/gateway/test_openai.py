@@ -471,3 +471,52 @@ def test_the_tokenizer_tells_thinking_that_a_prompt_opened(tmp_path: Path, token
     ids = tokens._tokenizer.encode("a<think>\n", add_special_tokens=False).ids
     assert tokens.thinking(ids)
     assert not tokens.thinking(ids[:1])
+
+
+# --- paths -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/health", 200),
+        ("HEAD", "/health", 200),
+        ("GET", "/health?x=1", 200),
+        ("GET", "/episodes/a%20b/v1/models", 200),
+        ("GET", "/v1/models/", 404),
+        ("GET", "/episodes/", 404),
+        ("GET", "/episodes//v1/models", 404),
+        ("GET", "/episodes/e/v2/models", 404),
+        ("GET", "/generate", 405),
+        ("POST", "/health", 405),
+        ("DELETE", "/episodes/e", 405),
+    ],
+)
+async def test_a_path_leads_to_what_it_names_and_no_other(tokens: Tokens, method: str, path: str, status: int):
+    async with (
+        Front(tokens, Policy(tokens, lambda _: "a")) as front,
+        front.http.request(method, front.url + path) as response,
+    ):
+        assert response.status == status
+        assert (status == 405) == ("allow" in response.headers)
+
+
+async def test_an_episode_is_found_by_its_name_however_it_is_written(tokens: Tokens):
+    async with Front(tokens, Policy(tokens, lambda _: "a")) as front:
+        await front.open("a%2Fb%20c")
+        assert (await front.chat("a%2fb%20c", [{"role": "user", "content": "hi"}]))["content"] == "a"
+        status, _ = await front.post("/v1/chat/completions", {"messages": HI, "session": "a/b c"})
+        assert status == 200
+
+
+async def test_a_caller_that_asks_before_it_sends_is_told_to(tokens: Tokens):
+    async with Front(tokens, Policy(tokens, lambda _: "a")) as front:
+        async with front.http.post(
+            front.url + "/v1/chat/completions", json={"messages": HI}, expect100=True
+        ) as response:
+            assert response.status == 200
+        headers = {"expect": "a gift"}
+        async with front.http.post(
+            front.url + "/v1/chat/completions", json={"messages": HI}, headers=headers
+        ) as response:
+            assert response.status == 417

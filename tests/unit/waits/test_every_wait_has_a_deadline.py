@@ -74,6 +74,7 @@ ALLOWED = (
     Allowed(r"actors/environments/nemo_gym/servers.py:Servers._watch", r"self._process.wait\(\)", RUN),
     Allowed(r"actors/environments/nemo_gym/servers.py:Servers._begin", r".*create_subprocess_exec.*", "no wait"),
     Allowed(r"actors/environments/nemo_gym/servers.py:Servers._end", r"process.wait\(\)", KILLED),
+    Allowed(r"actors/gateway/routes.py:Routes.serve", r"handler\(request, episode\)", OURS),
     Allowed(r"actors/gateway/actor.py:GatewayShell.perform", r"asyncio.gather\(\*aborts\)", "ABORT_TIMEOUT_S each"),
     Allowed(
         r"actors/gateway/actor.py:(GatewayShell.(_follow|_post)|_read)",
