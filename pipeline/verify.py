@@ -6,17 +6,22 @@ code.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
 from actors.recorder.ordering import number
+from config.schema import RunConfig
 from contracts import events
 from contracts.envelope import Envelope
-from contracts.events import Event, Provenance
+from contracts.events import Event, Member, Provenance
+from pipeline.accounts import Accounts
 from pipeline.dead import REQUEUED
 from pipeline.rundir import RunDir
+
+SHOWN = 10
+"""Findings of one rule that a person is shown."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -30,6 +35,7 @@ class Finding(msgspec.Struct, frozen=True):
 class Summary(msgspec.Struct, frozen=True):
     """What the log amounts to. `owed` tasks are neither trained nor dropped: a resume goes on with them.
 
+    They are in batches that are not trained, or complete, or begun, or nothing came of them yet: `owed_...`.
     `boots` are starts of actors' processes. Their numbers say more: a resume that changes settings takes one, too.
     """
 
@@ -39,6 +45,10 @@ class Summary(msgspec.Struct, frozen=True):
     trained: int
     dropped: int
     owed: int
+    owed_batched: int
+    owed_complete: int
+    owed_begun: int
+    owed_untouched: int
     steps: int
     commits: int
     quarantines: int
@@ -47,17 +57,26 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Verifier:
-    """Feed every event of a run in log order to `apply`, then read `findings()`."""
+    """Feed every event of a run in log order to `apply`, then read `findings()`.
 
-    def __init__(self, max_staleness: int | None = None) -> None:
+    `max_staleness` and `groups` of a batch are the run's settings; rules that need one are left out without it.
+    """
+
+    def __init__(self, max_staleness: int | None = None, groups: int | None = None) -> None:
         self._max_staleness = max_staleness
+        self._in_flight = None if max_staleness is None or groups is None else groups * (1 + max_staleness)
+        self._credit = 0
+        self._accounts = Accounts(max_staleness)
+        self._barred: dict[Member, int] = {}
+        self._tainted: dict[str, str] = {}
+        self._number = 0
+        self._cause: str | None = None
         self._findings: list[Finding] = []
         self._events = 0
         self._ids: set[str] = set()
         self._boots: Counter[str] = Counter()
         self._starts = 0
         self._issued: dict[int, events.TaskIssued] = {}
-        self._settled: dict[int, set[int]] = defaultdict(set)
         self._sources: dict[str, tuple[Provenance, ...]] = {}
         self._batched: dict[tuple[int, int], int] = {}
         self._batches: dict[int, events.BatchReady] = {}
@@ -77,10 +96,16 @@ class Verifier:
         self._last_commit: events.RefitCommitted | None = None
         self._quarantines = 0
 
-    def apply(self, envelope: Envelope[Event]) -> None:
-        """Consume one event. A requeued one repeats an event that was seen already."""
+    @classmethod
+    def of(cls, config: RunConfig) -> Verifier:
+        """The checker of a run with these settings."""
+        return cls(config.staleness, config.buffer.groups)
+
+    def apply(self, envelope: Envelope[Event], number: int | None = None) -> None:
+        """Consume one event; `number` in the log, else it follows the last. A requeued one was seen already."""
         self._events += 1
-        self._event = envelope.id
+        self._number = self._number + 1 if number is None else number
+        self._event, self._cause = envelope.id, envelope.causation_id
         if envelope.id in self._ids:
             self._find("unique-ids", f"{envelope.id} appears twice")
         self._ids.add(envelope.id)
@@ -90,6 +115,11 @@ class Verifier:
                     "fencing", f"{envelope.actor} boot {envelope.boot} spoke after boot {self._boots[envelope.actor]}"
                 )
             self._boots[envelope.actor] = max(self._boots[envelope.actor], envelope.boot)
+        self._accounts.caused(envelope.causation_id)
+        body = envelope.body
+        if isinstance(body, events.TrajectoryFinished | events.SampleFailed):
+            oldest = self._oldest(body.sources) if isinstance(body, events.TrajectoryFinished) else None
+            self._accounts.result(body, envelope.id, self._number, oldest)
         if REQUEUED in envelope.id:
             return
         handler = getattr(self, "_on_" + events.kind(envelope.body).replace(".", "_"), None)
@@ -112,21 +142,46 @@ class Verifier:
     def _on_task_issued(self, event: events.TaskIssued) -> None:
         if event.only and event.index not in self._issued:
             self._find("task-issued-once", f"samples {event.only} of index {event.index} were issued before the task")
-        elif event.split == "train" and not event.only:
+        elif event.only:
+            self._accounts.issued_again(event)
+        elif event.split == "train":
             if event.index in self._issued:
                 self._find("task-issued-once", f"index {event.index} was issued twice")
             elif event.index != len(self._issued):
                 self._find("no-task-skipped", f"index {event.index} follows {len(self._issued) - 1}")
             self._issued[event.index] = event
+            self._check_window(event.index)
+
+    def _check_window(self, index: int) -> None:
+        """As many tasks may be undecided as the next batches within the bound can hold."""
+        if index >= self._credit:
+            self._find("within-credit", f"index {index} was issued with credit for {self._credit} tasks")
+        undecided = len(self._issued) - self._accounts.closed
+        if self._in_flight is not None and undecided > self._in_flight:
+            self._find("in-flight", f"{undecided} tasks are undecided with index {index}, bound {self._in_flight}")
+
+    def _on_credit_granted(self, event: events.CreditGranted) -> None:
+        self._credit = max(self._credit, event.total)
 
     def _on_trajectory_finished(self, event: events.TrajectoryFinished) -> None:
         if event.split == "train":
-            self._settled[event.index].add(event.sample)
             self._sources[event.payload.key] = event.sources
+            barred = [source for source in event.sources if Member(source.engine, source.boot) in self._barred]
+            if barred:
+                epoch = self._barred[Member(barred[0].engine, barred[0].boot)]
+                self._tainted[event.payload.key] = f"{barred[0]}, finished while epoch {epoch}'s quarantine lasted"
 
-    def _on_sample_failed(self, event: events.SampleFailed) -> None:
-        if event.split == "train":
-            self._settled[event.index].add(event.sample)
+    def _on_trajectory_rejected(self, event: events.TrajectoryRejected) -> None:
+        if not event.reason:
+            self._find("recorded-reason", f"sample {(event.index, event.sample)} was rejected without a reason")
+        self._accounts.rejected(event, self._cause)
+
+    def _on_bus_data_lost(self, event: events.DataLost) -> None:
+        if event.stream == "trajectories":
+            self._accounts.lost({number(entry) for entry in event.entries})
+
+    def _on_buffer_depth(self, event: events.BufferDepth) -> None:
+        self._accounts.counted(event, self._event)
 
     def _on_group_dropped(self, event: events.GroupDropped) -> None:
         if event.index in self._dropped:
@@ -136,6 +191,7 @@ class Verifier:
         if not event.reason:
             self._find("recorded-reason", f"group {event.index} was dropped without a reason")
         self._dropped[event.index] = event.reason
+        self._accounts.dropped(event.index)
 
     def _on_batch_ready(self, event: events.BatchReady) -> None:
         if event.batch != len(self._batches) + 1:
@@ -146,6 +202,7 @@ class Verifier:
                 self._find("dropped-not-trained", f"group {group.index} was dropped before batch {event.batch}")
             for sample in group.samples:
                 self._check_sample(event.batch, group.index, sample)
+        self._accounts.batched(event, None if self._base is None else self._base + event.batch - 1, self._event)
 
     def _check_sample(self, batch: int, index: int, sample: events.SampleRef) -> None:
         name = (index, sample.sample)
@@ -161,6 +218,10 @@ class Verifier:
                 self._find(
                     "committed-sources", f"sample {name} of batch {batch} has tokens of {source}, never committed"
                 )
+        if sample.payload.key in self._tainted:
+            self._find(
+                "quarantine", f"sample {name} of batch {batch} has tokens of {self._tainted[sample.payload.key]}"
+            )
         lag = self._lag(batch, sources)
         if lag is not None and lag != sample.lag:
             self._find("staleness", f"sample {name} of batch {batch} says it lags {sample.lag}, the log says {lag}")
@@ -169,10 +230,15 @@ class Verifier:
 
     def _lag(self, batch: int, sources: tuple[Provenance, ...]) -> int | None:
         """Batch `b` is trained from step `base + b - 1`; None if a version's step is not known."""
-        steps = [self._step_of.get(source.version) for source in sources]
-        if self._base is None or any(step is None for step in steps):
+        oldest = self._oldest(sources)
+        if self._base is None or (sources and oldest is None):
             return None
-        return self._base + batch - 1 - min((step for step in steps if step is not None), default=0) if steps else 0
+        return 0 if oldest is None else self._base + batch - 1 - oldest
+
+    def _oldest(self, sources: tuple[Provenance, ...]) -> int | None:
+        """The oldest step among these versions, None without any or if one is not known."""
+        steps = [step for source in sources if (step := self._step_of.get(source.version)) is not None]
+        return min(steps) if steps and len(steps) == len(sources) else None
 
     # --- policy ---
 
@@ -185,8 +251,15 @@ class Verifier:
     def _on_step_finished(self, event: events.StepFinished) -> None:
         if event.parent_version != self._tip:
             self._find("lineage", f"version {event.version} grew from {event.parent_version}, newest is {self._tip}")
-        if event.batch not in self._batches:
+        batch = self._batches.get(event.batch)
+        if batch is None:
             self._find("from-the-log", f"step {event.step} trained batch {event.batch}, which was never ready")
+        elif event.tasks != (held := tuple(group.index for group in batch.groups)):
+            self._find("from-the-log", f"step {event.step} trained groups {event.tasks}, its batch holds {held}")
+        if self._base is not None and event.step != self._base + event.batch:
+            self._find(
+                "trained-in-order", f"step {event.step} trained batch {event.batch}, not {event.step - self._base}"
+            )
         self._new_version(event.version, event.parent_version)
         self._steps[event.version] = event
         self._step_of[event.version] = event.step
@@ -203,7 +276,8 @@ class Verifier:
         while version is not None and version in self._parents:
             if version in self._steps:
                 steps.append(self._steps[version])
-            version = self._parents[version]
+            parent = self._parents[version]
+            version = parent if parent is not None and parent < version else None
         return steps[::-1]
 
     # --- refit ---
@@ -228,6 +302,7 @@ class Verifier:
 
     def _on_engine_quarantined(self, event: events.EngineQuarantined) -> None:
         self._quarantines += 1
+        self._barred[Member(event.engine, event.boot)] = event.epoch
 
     def _on_refit_failed(self, event: events.RefitFailed) -> None:
         self._end_epoch(event.epoch, "failed")
@@ -240,6 +315,7 @@ class Verifier:
         if last is not None and event.version < last.version:
             self._find("commits-rise", f"version {event.version} committed after {last.version}")
         for member in event.engines:
+            self._barred.pop(member, None)
             digest = self._loaded.get((event.epoch, member.actor, member.boot))
             if digest is None:
                 self._find(
@@ -272,18 +348,26 @@ class Verifier:
             issued = self._issued.get(index)
             if issued is None:
                 self._find("from-the-log", f"group {index} was never issued", at_end=True)
+        self._findings += [Finding("accounted", message, event) for message, event in self._accounts.findings()]
         result, self._findings = self._findings, seen
         return result
 
     def summary(self) -> Summary:
         trained = {index for step in self.lineage() for index in step.tasks}
+        owed = set(self._issued) - trained - set(self._dropped)
+        batched = len(owed & {group.index for batch in self._batches.values() for group in batch.groups})
+        complete, begun = self._accounts.owed()
         return Summary(
             events=self._events,
             tasks=len(self._issued),
             trajectories=len(self._sources),
             trained=len(trained),
             dropped=len(self._dropped),
-            owed=len(set(self._issued) - trained - set(self._dropped)),
+            owed=len(owed),
+            owed_batched=batched,
+            owed_complete=complete,
+            owed_begun=begun,
+            owed_untouched=len(owed) - batched - complete - begun,
             steps=len(self.lineage()),
             commits=sum(how == "committed" for how in self._epochs.values()),
             quarantines=self._quarantines,
@@ -297,8 +381,23 @@ def verify(run: RunDir) -> tuple[list[Finding], Summary]:
     from pipeline.eventlog import archived
     from pipeline.rundir import config_of
 
-    config = config_of(run)
-    staleness = 0 if config.sync else config.buffer.max_staleness
-    log = sorted(archived(run), key=lambda item: number(item[0].entry))
-    verifier = Verifier(staleness).apply_all(envelope for _, envelope in log)
+    verifier = Verifier.of(config_of(run))
+    for entry, envelope in sorted(archived(run), key=lambda item: number(item[0].entry)):
+        verifier.apply(envelope, number(entry.entry))
     return verifier.findings(), verifier.summary()
+
+
+def told(findings: Sequence[Finding], run: str) -> Iterator[str]:
+    """Lines for a person: what is broken, at most `SHOWN` of a rule, and where to look."""
+    counts = Counter(finding.rule for finding in findings)
+    for rule, count in counts.items():
+        for finding in [each for each in findings if each.rule == rule][:SHOWN]:
+            yield f"{rule}: {finding.message} (at {finding.event or 'the end'})"
+        if count > SHOWN:
+            yield f"{rule}: {count - SHOWN} more"
+    first = next((finding.event for finding in findings if finding.event is not None), None)
+    if findings:
+        yield f"broken: {', '.join(counts)}; docs/reference/invariants.md says what each promises and who keeps it"
+        until = "" if first is None else f" --until {first}"
+        yield f"look: `pipeline log {run}{until}` for what came before, `pipeline replay {run} --check` for the"
+        yield f"decisions of each actor; `pipeline bundle {run}` makes the file for a report"

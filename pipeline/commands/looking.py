@@ -58,15 +58,16 @@ def log(
 @click.command()
 @click.argument("run", required=False)
 def verify(run: str | None) -> None:
-    """Hold a run's archived log to the pipeline's promises (docs/reference/invariants.md)."""
+    """Hold a run's log to the pipeline's promises (docs/reference/invariants.md); exit code 1 if one is broken."""
+    from pipeline.verify import told
     from pipeline.verify import verify as check
 
     directory = recorded(run)
     findings, summary = check(directory)
     if not summary.events:
         raise PipelineError(f"{directory.path} holds no events: nothing was archived", Exit.USAGE)
-    for finding in findings:
-        click.echo(f"{finding.rule}: {finding.message} (at {finding.event or 'the end'})")
+    for line in told(findings, str(directory.path)):
+        click.echo(line)
     click.echo(" ".join(f"{name}={getattr(summary, name)}" for name in summary.__struct_fields__))
     raise click.exceptions.Exit(Exit.FAILED if findings else Exit.DONE)
 

@@ -76,8 +76,7 @@ def simulate(
     trainer = world.actors["trainer"]
     finished = world.run(lambda: trainer.state is not None and trainer.state.phase == "finished", limit_s)
     cpu_s = time.process_time() - begun
-    staleness = 0 if config.sync else config.buffer.max_staleness
-    verifier = Verifier(staleness).apply_all(decode(entry.stream, entry.data) for entry in world.store.log)
+    verifier = Verifier.of(config).apply_all(decode(entry.stream, entry.data) for entry in world.store.log)
     assert isinstance(trainer.shell, TrainerSim)
     return Result(
         finished=finished,

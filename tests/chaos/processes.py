@@ -161,7 +161,6 @@ class Storm:
         lost = [event for event in self.run.events() if event["kind"] == "bus.data_lost"]
         assert not lost, lost
         assert summary["steps"] == expected, summary
-        assert summary["owed"] + summary["trained"] + summary["dropped"] == summary["tasks"], summary
         return summary
 
     # --- faults ---

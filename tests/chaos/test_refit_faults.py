@@ -48,8 +48,9 @@ def play(strike: Strike | None = None, at: tuple[str, str] | None = None, after_
         here = (kind(envelope.body), envelope.actor)
         if here in waiting and getattr(envelope.body, "epoch", None) == EPOCH:
             waiting.clear()
-            assert strike is not None
-            world.later(after_s, lambda: strike(world))
+            struck = strike
+            assert struck is not None
+            world.later(after_s, lambda: struck(world))
         return entry
 
     world.store.add = added  # type: ignore[method-assign]
@@ -58,7 +59,7 @@ def play(strike: Strike | None = None, at: tuple[str, str] | None = None, after_
     trainer = world.actors["trainer"]
     assert world.run(lambda: trainer.state is not None and trainer.state.phase == "finished", 3600.0), world.halted
     assert not waiting, f"no {at} in epoch {EPOCH}"
-    findings = Verifier(1).apply_all(decode(e.stream, e.data) for e in world.store.log).findings()
+    findings = Verifier.of(CONFIG).apply_all(decode(e.stream, e.data) for e in world.store.log).findings()
     assert findings == []
     assert isinstance(trainer.shell, TrainerSim)
     assert trainer.shell.memory == [1, 2, 3, 4]

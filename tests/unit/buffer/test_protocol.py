@@ -91,7 +91,7 @@ class Stage:
 
     def broken(self) -> list[Any]:
         log = (decode(entry.stream, entry.data) for entry in self.world.store.log)
-        return Verifier(self.config.staleness).apply_all(log).findings()
+        return Verifier.of(self.config).apply_all(log).findings()
 
     @property
     def buffer(self) -> State:
