@@ -336,10 +336,11 @@ class EngineDrained(Record, frozen=True, kw_only=True, tag="engine.drained"):
 
 
 class TransferOffered(Record, frozen=True, kw_only=True, tag="transfer.offered"):
-    """Trainer -> coordinator and engines: a frozen copy of `version` is ready to be sent as `buckets`.
+    """Trainer -> coordinator and engines: a frozen copy of `version` is ready to be sent.
 
-    `digest` is `contracts.weights.digest` of the copy, over `checksum`s of its tensors. Receivers meet rank 0 at
-    `address:port`.
+    `payload` holds its plan, the buckets in order (`contracts.plan`): written with the first offer that names it, and
+    released when another takes its place. `digest` is `contracts.weights.digest` of the copy, over `checksum`s of its
+    tensors. Receivers meet rank 0 at `address:port`.
     """
 
     epoch: int
@@ -347,10 +348,11 @@ class TransferOffered(Record, frozen=True, kw_only=True, tag="transfer.offered")
     trainer_boot: int
     address: str
     port: int
-    buckets: tuple[Bucket, ...]
     bytes: int
     digest: str
     checksum: Checksum = "xxh3_128"
+    payload: PayloadRef = PayloadRef("", 0)
+    """Empty in logs of runs whose offers held the buckets themselves."""
 
 
 class Rank(msgspec.Struct, frozen=True, gc=False):

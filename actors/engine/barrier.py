@@ -241,7 +241,7 @@ def _receive(state: EngineState, part: Part, offer: TransferOffered, event: Tran
         world_size=event.world_size,
         address=offer.address,
         port=offer.port,
-        buckets=offer.buckets,
+        plan=offer.payload.key,
         deadline_at=part.deadline_at,
         hold=part.hold,
         checksum=offer.checksum,

@@ -12,7 +12,7 @@ from actors.engine.direct import Answer, Direct
 from actors.engine.state import Receive
 from config.schema import RunConfig
 from contracts.core import Context
-from contracts.events import Phase
+from contracts.events import Bucket, Phase
 from contracts.weights import digest
 
 CALL_S = 5.0
@@ -44,11 +44,12 @@ class Loading:
         direct: Direct | None,
         pause: Callable[[], Awaitable[None]] | None,
         command: Receive,
+        buckets: tuple[Bucket, ...],
     ) -> None:
         self.phase = "join"
         self._spent: dict[str, float] = {}
         self._config, self._context, self._client = config, context, client
-        self._direct, self._pause, self._command = direct, pause, command
+        self._direct, self._pause, self._command, self._buckets = direct, pause, command, buckets
 
     @property
     def phases(self) -> tuple[Phase, ...]:
@@ -115,13 +116,13 @@ class Loading:
 
     async def _receive(self) -> None:
         command, version = self._command, str(self._command.version)
-        flushes = [self._flushed_behind and bucket is command.buckets[-1] for bucket in command.buckets]
+        flushes = [self._flushed_behind and bucket is self._buckets[-1] for bucket in self._buckets]
         if self._config.refit.transport == "ipc":
             order = iter(flushes)
             take = self._client.take
             await self._take(len(flushes), lambda parts, left: take(parts, version, left, next(order)))
             return
-        for bucket, flush in zip(command.buckets, flushes, strict=True):
+        for bucket, flush in zip(self._buckets, flushes, strict=True):
             await self._client.receive(bucket.tensors, command.group, version, self._left(), flush)
 
     async def _take(self, count: int, load: Callable[[Sequence[str], float], Awaitable[None]]) -> None:
@@ -148,7 +149,7 @@ class Loading:
         return digest(found) if found else ""
 
     def _known(self, held: dict[str, str] | None) -> dict[str, str] | None:
-        if held is not None and (wrong := manifest.strangers(set(held), self._command.buckets)) is not None:
+        if held is not None and (wrong := manifest.strangers(set(held), self._buckets)) is not None:
             raise Unfit("ManifestMismatch", wrong)
         return held
 
@@ -158,7 +159,7 @@ class Loading:
         """One call takes everything, and flushes the cache behind it."""
         command, version = self._command, str(self._command.version)
         with self.within("prepare"):
-            await receiver.prepare(command.buckets, self._left())
+            await receiver.prepare(self._buckets, self._left())
         answers: list[Answer] = []
 
         async def copy(parts: Sequence[str], left: float) -> None:
@@ -173,7 +174,7 @@ class Loading:
         with self.within("verify"):
             if not all(answer.flushed for answer in answers):
                 raise Unfit("Busy", "requests are held: the cache can't be flushed")
-            held = receiver.checksums(answers, command.buckets)
+            held = receiver.checksums(answers, self._buckets)
             return self._known(held) if self._config.refit.verify != "none" else None
 
     def _split(self, inside: dict[str, float]) -> None:

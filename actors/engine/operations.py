@@ -35,7 +35,9 @@ from actors.engine.state import (
     ServerDead,
 )
 from config.schema import RunConfig, is_direct
-from contracts.core import Context
+from contracts import plan
+from contracts.core import Context, PayloadGone
+from contracts.events import Bucket
 from contracts.weights import digest
 
 Result = TypeVar("Result")
@@ -62,6 +64,7 @@ class Operations:
         self._proxy, self._lease = proxy, lease
         self._direct = Direct(server.client) if is_direct(config) else None
         self._memory = Memory(config.engine.release)
+        self._plan: tuple[str, tuple[Bucket, ...]] | None = None
         self._label: str | None = None
         self._paused = False
         self._running: dict[asyncio.Task[Any], int] = {}
@@ -191,12 +194,19 @@ class Operations:
 
     async def receive(self, command: Receive) -> Loaded | LoadFailed:
         """Take the weights that the trainer sends; after a failure nobody knows what the server holds."""
-        wrong = None if self._manifest is None else manifest.problem(self._manifest, command.buckets)
+        try:
+            async with asyncio.timeout(self._left(command.deadline_at)):
+                buckets = await self._fetched(command.plan)
+        except TimeoutError:
+            return LoadFailed(command.epoch, "plan", "Deadline", "the store did not give it within the refit")
+        except (PayloadGone, ValueError) as error:
+            return LoadFailed(command.epoch, "plan", type(error).__name__, str(error))
+        wrong = None if self._manifest is None else manifest.problem(self._manifest, buckets)
         if wrong is not None:
             return LoadFailed(command.epoch, "manifest", "ManifestMismatch", wrong)
         self._label = None
         pause = self._pause if self._config.engine.kind == "external" else None
-        loading = Loading(self._config, self._context, self._client, self._direct, pause, command)
+        loading = Loading(self._config, self._context, self._client, self._direct, pause, command, buckets)
         try:
             async with asyncio.timeout(self._left(command.deadline_at)):
                 loaded = await self._load(loading, command)
@@ -209,6 +219,13 @@ class Operations:
         self._label = str(command.version)
         self._log_loaded(command, loaded)
         return loaded
+
+    async def _fetched(self, key: str) -> tuple[Bucket, ...]:
+        """The buckets of a plan; the last one is remembered, as most transfers have the same."""
+        if self._plan is None or self._plan[0] != key:
+            (data,) = await self._context.payloads([key])
+            self._plan = (key, plan.decode(data))
+        return self._plan[1]
 
     async def _load(self, loading: Loading, command: Receive) -> Loaded:
         started = time.monotonic()

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from contracts.events import Bucket, Phase, TransferOffered
+from contracts.events import Phase, TransferOffered
 from contracts.weights import Checksum
 
 Mode = Literal[
@@ -78,7 +78,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
-    """Result of `Receive`. `phase`: `manifest`, `pause`, `join`, `receive`, `flush`, `retake` or `verify`."""
+    """Result of `Receive`. `phase`: `plan`, `manifest`, `pause`, `join`, `receive`, `flush`, `retake` or `verify`."""
 
     epoch: int
     phase: str
@@ -162,7 +162,8 @@ class Release(msgspec.Struct, frozen=True):
 class Receive(msgspec.Struct, frozen=True):
     """Join `group` if `fresh` (leaving group `leave` before), pause, receive the buckets, flush, verify.
 
-    With `hold` sequences are held still, whose cache can't be flushed.
+    `plan` is the key of the payload that says what the buckets are. With `hold` sequences are held still, whose cache
+    can't be flushed.
     """
 
     epoch: int
@@ -174,7 +175,7 @@ class Receive(msgspec.Struct, frozen=True):
     world_size: int
     address: str
     port: int
-    buckets: tuple[Bucket, ...]
+    plan: str
     deadline_at: float
     hold: bool = False
     checksum: Checksum = "xxh3_128"

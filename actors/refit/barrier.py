@@ -110,7 +110,6 @@ class Barriers:
                 "transfer offered",
                 offered=event.version,
                 bytes=event.bytes,
-                buckets=len(event.buckets),
                 seconds=turn.now - turn.barrier.requested_at,
             )
 

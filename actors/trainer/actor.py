@@ -8,6 +8,7 @@ kernel or a disk, ends the process at its deadline.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ from actors.trainer.state import (
     TransferBroke,
 )
 from config.schema import RunConfig
+from contracts import plan
 from contracts.core import Context, Fatal, Overdue
 from contracts.policy import PolicyBackend
 from contracts.trajectory import decode
@@ -54,6 +56,7 @@ class TrainerShell:
         self._policy: PolicyBackend | None = None
         self._policy_thread = ThreadPoolExecutor(1, thread_name_prefix="policy")
         self._copies: dict[int, list[tuple[str, Any]]] = {}
+        self._plans: dict[str, bytes] = {}
         self._overdue = False
 
     async def start(self, context: Context) -> None:
@@ -92,7 +95,7 @@ class TrainerShell:
         raise TypeError(f"the trainer can't perform {command!r}")
 
     def payload(self, handle: str) -> bytes:
-        raise KeyError(handle)
+        return self._plans[handle]
 
     async def close(self) -> None:
         if hasattr(self, "_sender"):  # not if the start failed
@@ -208,7 +211,7 @@ class TrainerShell:
             return TransferBroke(epoch=command.epoch, phase="offer", error="VersionGone", reason=reason)
         try:
             async with asyncio.timeout(command.timeout):
-                offer = await asyncio.to_thread(self._sender.offer, tensors)
+                offer, handle, size = await asyncio.to_thread(self._planned, tensors)
         except TimeoutError:
             reason = f"the copy was not ready in {command.timeout:.3g} s"
             return TransferBroke(epoch=command.epoch, phase="offer", error="Deadline", reason=reason)
@@ -216,16 +219,26 @@ class TrainerShell:
             return self._broke(command.epoch, error)
         if offer.note:
             self._context.log.warning("bucket size", epoch=command.epoch, reason=offer.note)
+        self._context.log.info("offered", epoch=command.epoch, buckets=len(offer.buckets), plan_bytes=size)
         return Offered(
             epoch=command.epoch,
             version=command.version,
             address=offer.address,
             port=offer.port,
-            buckets=offer.buckets,
             bytes=offer.bytes,
             digest=offer.digest,
             checksum=offer.checksum,
+            plan=handle,
+            plan_bytes=size,
         )
+
+    def _planned(self, tensors: list[tuple[str, Any]]) -> tuple[Any, str, int]:
+        """The sender's offer, with handle and size of its plan, which is kept for `payload`."""
+        offer = self._sender.offer(tensors)
+        data = plan.encode(offer.buckets)
+        handle = hashlib.blake2b(data, digest_size=16).hexdigest()
+        self._plans = {**dict(list(self._plans.items())[1 - COPIES :]), handle: data}
+        return offer, handle, len(data)
 
     async def _send(self, command: Send) -> Sent | TransferBroke:
         from actors.refit.transports import TransferError

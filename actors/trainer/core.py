@@ -23,6 +23,7 @@ from actors.trainer.state import (
     Offer,
     Offered,
     Pending,
+    Plan,
     Prune,
     Save,
     Saved,
@@ -40,6 +41,7 @@ from contracts.events import (
     BatchReady,
     CheckpointSaved,
     MemoryWanted,
+    PayloadRef,
     PolicyReady,
     RefitCommitted,
     RefitFailed,
@@ -128,6 +130,7 @@ class TrainerCore:
             queue=(*state.trained, *state.queue),
             trained=(),
             sending=False,
+            plan=_to_be_written(state.plan),
             idle_since=None,
             asked_at=None,
             stopping=False,
@@ -315,7 +318,9 @@ class TrainerCore:
 
     def _refit_failed(self, state: State, event: RefitFailed, _: float) -> Step[State]:
         late = event.epoch != state.epoch
-        return (state, ()) if late else (replace(state, sending=False), (Abandon(event.epoch),))
+        if late:
+            return state, ()
+        return replace(state, sending=False, plan=_to_be_written(state.plan)), (Abandon(event.epoch),)
 
     def _committed(self, state: State, event: RefitCommitted, _: float) -> Step[State]:
         return replace(state, sending=False) if event.epoch == state.epoch else state, ()
@@ -325,22 +330,43 @@ class TrainerCore:
             return state, ()
         event: Any
         if isinstance(input, Offered):
-            event = TransferOffered(
-                epoch=input.epoch,
-                version=input.version,
-                trainer_boot=state.boot,
-                address=input.address,
-                port=input.port,
-                buckets=input.buckets,
-                bytes=input.bytes,
-                digest=input.digest,
-                checksum=input.checksum,
-            )
-        elif isinstance(input, Sent):
+            return self._offered(state, input)
+        if isinstance(input, Sent):
             event = TransferFinished(epoch=input.epoch, version=input.version, seconds=input.seconds, bytes=input.bytes)
         else:
             event = TransferFailed(epoch=input.epoch, phase=input.phase, error=input.error, reason=input.reason)
-        return replace(state, sending=isinstance(input, Offered)), (Emit(event),)
+        return replace(state, sending=False), (Emit(event),)
+
+    @staticmethod
+    def _offered(state: State, input: Offered) -> Step[State]:
+        """The plan is the same from offer to offer: it is written once, and again when engines may not have got it."""
+        held = state.plan
+        written = held is not None and held.digest == input.plan
+        plan = held if held is not None and written else Plan(_place(state, input), input.plan)
+        event = TransferOffered(
+            epoch=input.epoch,
+            version=input.version,
+            trainer_boot=state.boot,
+            address=input.address,
+            port=input.port,
+            bytes=input.bytes,
+            digest=input.digest,
+            checksum=input.checksum,
+            payload=plan.payload,
+        )
+        offer = Emit(event, payload=None if written else input.plan)
+        commands = (offer,) if held is None or written else (offer, Release((held.payload.key,)))
+        return replace(state, sending=True, plan=plan), commands
+
+
+def _place(state: State, input: Offered) -> PayloadRef:
+    """Where a plan is kept: an epoch has one offer a boot."""
+    return PayloadRef(f"plan:{state.boot}:{input.epoch}", input.plan_bytes)
+
+
+def _to_be_written(plan: Plan | None) -> Plan | None:
+    """The store may have been rebuilt without it, or engines could not get it."""
+    return None if plan is None else replace(plan, digest="")
 
 
 def _no_longer_idle(state: State, now: float) -> tuple[Any, ...]:

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from contracts.core import Ref
-from contracts.events import BatchReady, Bucket, TransferStarted
+from contracts.events import BatchReady, PayloadRef, TransferStarted
 from contracts.weights import Checksum
 
 # --- commands --------------------------------------------------------------------------------------------------------
@@ -97,16 +97,17 @@ class Saved(msgspec.Struct, frozen=True, tag="saved"):
 
 
 class Offered(msgspec.Struct, frozen=True, tag="offered"):
-    """A frozen copy is ready."""
+    """A frozen copy is ready. `plan` is the digest of its encoded plan, and the handle of these `plan_bytes` bytes."""
 
     epoch: int
     version: int
     address: str
     port: int
-    buckets: tuple[Bucket, ...]
     bytes: int
     digest: str
     checksum: Checksum = "xxh3_128"
+    plan: str = ""
+    plan_bytes: int = 0
 
 
 class Sent(msgspec.Struct, frozen=True, tag="sent"):
@@ -152,6 +153,13 @@ class Covered(msgspec.Struct, frozen=True):
     made: tuple[int, ...] = ()
 
 
+class Plan(msgspec.Struct, frozen=True):
+    """The plan of the last offer, kept beside the stream. `digest` is empty if the next offer has to write it anew."""
+
+    payload: PayloadRef
+    digest: str
+
+
 class State(msgspec.Struct, frozen=True):
     """`queue` is untrained, `trained` is trained but not yet covered; with `covered.held` they are the entries we hold.
 
@@ -174,6 +182,7 @@ class State(msgspec.Struct, frozen=True):
     refit_deadline: float = 0.0
     sending: bool = False
     """The weights of `epoch` are being offered or sent: the barrier waits for us."""
+    plan: Plan | None = None
     idle_since: float | None = None
     asked_at: float | None = None
     """Set exactly while `asking`."""

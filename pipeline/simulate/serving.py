@@ -14,7 +14,7 @@ from actors.gateway import state as gateway
 from contracts.events import Provenance
 from pipeline.simulate.process import START, Broken
 from pipeline.simulate.quiet import Quiet
-from pipeline.simulate.weights import Wires, digest_of
+from pipeline.simulate.weights import PLAN, Wires, digest_of
 
 if TYPE_CHECKING:
     from pipeline.simulate.process import SimActor
@@ -322,6 +322,11 @@ class EngineSim(Quiet):
     def _receive(self, actor: SimActor, command: engine.Receive) -> None:
         if self._running and not self._frozen:
             raise Broken(f"S1: {actor.name} receives weights while {len(self._running)} requests run")
+        if actor.world.store.payloads.get(command.plan) != PLAN:
+            actor.push(
+                engine.LoadFailed(command.epoch, "plan", "PayloadMissing", f"{command.plan} is not in the store")
+            )
+            return
         self.version = None
         if command.fresh:
             self.groups = {command.group}

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from actors.trainer import state as trainer
+from contracts import plan
 from contracts.events import Bucket, TensorSpec
 from pipeline.simulate.quiet import Quiet
 
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 KEEP = 2
 """Checkpoints that the simulated disk keeps."""
-BUCKETS = (Bucket((TensorSpec("w", "float32", (1,)),), 4),)
+PLAN = plan.encode([Bucket((TensorSpec("w", "float32", (1,)),), 4)])
 
 
 class Wire:
@@ -89,8 +90,9 @@ class TrainerSim(Quiet):
             case trainer.Save():
                 actor.do(world.draw(pace.save), lambda: self._saved(actor, command))
             case trainer.Offer():
+                digest = digest_of(command.version)
                 offered = trainer.Offered(
-                    command.epoch, command.version, "sim", 1, BUCKETS, 4, digest_of(command.version)
+                    command.epoch, command.version, "sim", 1, 4, digest, plan="w", plan_bytes=len(PLAN)
                 )
                 actor.after(0.002, offered)
             case trainer.Send():
@@ -100,6 +102,10 @@ class TrainerSim(Quiet):
                 self.disk = {path: self.disk[path] for path in kept}
             case trainer.Abandon():
                 self._wires.lost("trainer")
+
+    def payload(self, handle: str) -> bytes:
+        assert handle == "w"
+        return PLAN
 
     def damage(self) -> None:
         """Tear the newest checkpoint on the disk."""

@@ -29,12 +29,14 @@ from actors.gateway.core import GatewayCore
 from actors.gateway.state import Announce, Listening
 from actors.refit.actor import RefitShell
 from config.schema import BrokerConfig, EngineConfig, FleetConfig, ModelConfig, RefitConfig, RunConfig
+from contracts import plan
 from contracts.core import Booted, Delivered, Emit
 from contracts.envelope import decode
 from contracts.events import (
     EngineDrained,
     EngineLoaded,
     Event,
+    PayloadRef,
     PolicyReady,
     RefitCommitted,
     RefitRequested,
@@ -55,6 +57,7 @@ PARAMS: dict[str, Any] = {
     "heads": 4,
     "positions": 256,
 }
+PLAN = "plan"
 LIMIT_S = 500.0
 GOAL_S = 0.050
 
@@ -80,6 +83,7 @@ class Said(msgspec.Struct, frozen=True, tag="said"):
 class Made(msgspec.Struct, frozen=True):
     boot: int = 0
     version: int = 0
+    planned: bool = False
 
 
 class VersionsCore:
@@ -110,6 +114,8 @@ class VersionsCore:
             case Booted(boot=boot):
                 ready = PolicyReady(version=0, step=0, parent_version=None, trainer_boot=boot)
                 return Made(boot, 0), (Emit(ready),)
+            case Said(event=TransferOffered() as event) if not state.planned:
+                return msgspec.structs.replace(state, planned=True), (Emit(event, payload=PLAN),)
             case Said(event=event):
                 return state, (Emit(event),)
             case Delivered(envelope=envelope):
@@ -136,7 +142,7 @@ class VersionsCore:
                     tokens=0,
                     tasks=(),
                 )
-                return Made(state.boot, version), (Emit(step),)
+                return Made(state.boot, version, state.planned), (Emit(step),)
         return state, ()
 
 
@@ -153,7 +159,28 @@ class Quiet:
         pass
 
 
-class GlooTrainer(Quiet):
+class Planned(Quiet):
+    """The plan of all offers is that of the first."""
+
+    def payload(self, handle: str) -> bytes:
+        assert handle == PLAN
+        return self.plan
+
+    def offered(self, command: Offer, address: str, port: int, buckets: Any, size: int, digest: str) -> TransferOffered:
+        self.plan = plan.encode(buckets)
+        return TransferOffered(
+            epoch=command.epoch,
+            version=command.version,
+            trainer_boot=1,
+            address=address,
+            port=port,
+            bytes=size,
+            digest=digest,
+            payload=PayloadRef(PLAN, len(self.plan)),
+        )
+
+
+class GlooTrainer(Planned):
     """Sends random weights of the model's shape with the product's own sender."""
 
     def __init__(self, config: RunConfig, last: int) -> None:
@@ -176,7 +203,7 @@ class GlooTrainer(Quiet):
     async def perform(self, command: Any) -> Any:
         if isinstance(command, Offer):
             offer = await asyncio.to_thread(self._sender.offer, self._tensors)
-            return Said(_offered(command, offer.address, offer.port, offer.buckets, offer.bytes, offer.digest))
+            return Said(self.offered(command, offer.address, offer.port, offer.buckets, offer.bytes, offer.digest))
         sent = await asyncio.to_thread(self._sender.send, command.started, LIMIT_S)
         return Said(_finished(command, sent.seconds, sent.bytes))
 
@@ -184,7 +211,7 @@ class GlooTrainer(Quiet):
         self._sender.close()
 
 
-class InstantTrainer(Quiet):
+class InstantTrainer(Planned):
     """Its broadcast takes no time."""
 
     def __init__(self, last: int) -> None:
@@ -192,21 +219,8 @@ class InstantTrainer(Quiet):
 
     async def perform(self, command: Any) -> Any:
         if isinstance(command, Offer):
-            return Said(_offered(command, "h", 1, (), 0, "d"))
+            return Said(self.offered(command, "h", 1, (), 0, "d"))
         return Said(_finished(command, 0.0, 0))
-
-
-def _offered(command: Offer, address: str, port: int, buckets: Any, size: int, digest: str) -> TransferOffered:
-    return TransferOffered(
-        epoch=command.epoch,
-        version=command.version,
-        trainer_boot=1,
-        address=address,
-        port=port,
-        buckets=buckets,
-        bytes=size,
-        digest=digest,
-    )
 
 
 def _finished(command: Send, seconds: float, size: int) -> TransferFinished:

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import torch
-from torch.distributed import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from actors.engine.torch_server.config import read_config
 from actors.engine.torch_server.weights import Weights
@@ -72,9 +72,9 @@ class Refits:
                 trainer_boot=1,
                 address=offer.address,
                 port=offer.port,
-                buckets=offer.buckets,
                 bytes=offer.bytes,
                 digest=offer.digest,
+                payload=self.driver.keep(offer.buckets),
             )
         )
         return offer.digest

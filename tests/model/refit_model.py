@@ -310,7 +310,6 @@ class RefitModel:
                 trainer_boot=trainer.boot,
                 address="a",
                 port=1,
-                buckets=(),
                 bytes=1,
                 digest=digest(event.version),
             )

@@ -25,6 +25,7 @@ from contracts.events import (
     EngineLoaded,
     EngineReady,
     Member,
+    PayloadRef,
     Rank,
     RefitCommitted,
     RefitFailed,
@@ -130,17 +131,17 @@ def requested(epoch: int, member: Member, deadline_at: float) -> RefitRequested:
     )
 
 
-def offered(epoch: int, offer: Offer) -> TransferOffered:
+def offered(epoch: int, offer: Offer, plan: PayloadRef) -> TransferOffered:
     return TransferOffered(
         epoch=epoch,
         version=epoch,
         trainer_boot=1,
         address=offer.address,
         port=offer.port,
-        buckets=offer.buckets,
         bytes=offer.bytes,
         digest=offer.digest,
         checksum=offer.checksum,
+        payload=plan,
     )
 
 
@@ -210,7 +211,7 @@ class Bench:
         made = time.perf_counter()
         self.buckets = len(offer.buckets)
         driver.publish(requested(epoch, self.member, time.time() + driver.config.refit.deadline_s))
-        driver.publish(offered(epoch, offer))
+        driver.publish(offered(epoch, offer, driver.keep(offer.buckets)))
         self.digest = offer.digest
         await driver.event(EngineDrained, epoch=epoch)
         drained = time.perf_counter()

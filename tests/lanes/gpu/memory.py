@@ -133,7 +133,7 @@ class Turns:
         made = time.perf_counter()
         epoch = self.epoch
         driver.publish(requested(epoch, ME, deadline_at))
-        driver.publish(offered(epoch, offer))
+        driver.publish(offered(epoch, offer, driver.keep(offer.buckets)))
         await driver.event(EngineDrained, epoch=epoch)
         drained = time.perf_counter()
         started = TransferStarted(

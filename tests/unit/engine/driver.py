@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from actors.engine.actor import EngineShell
 from actors.engine.state import EngineState
 from config.schema import RunConfig
+from contracts import plan
 from contracts.core import Booted, Emit
-from contracts.events import RefitCommitted, RefitRequested
-from tests.unit.engine.world import delivered
+from contracts.events import Bucket, PayloadRef, RefitCommitted, RefitRequested
+from pipeline.bus import PayloadMissing
+from tests.unit.engine.world import BUCKETS, PLAN, delivered
 
 T = TypeVar("T")
 DEADLINE_S = 60.0
@@ -53,6 +56,8 @@ class Driver:
         self.run_dir = str(run_dir)
         self.shell = EngineShell(config, actor)
         self.registers: dict[str, int] = {}
+        self.kept: dict[str, bytes] = {PLAN.key: plan.encode(BUCKETS)}
+        self.fetched: list[str] = []
         self.store_up = asyncio.Event()
         self.store_up.set()
         self.events: list[Any] = []
@@ -88,11 +93,26 @@ class Driver:
         await self.store_up.wait()
         return self.registers.get(name, 0)
 
+    async def payloads(self, keys: Sequence[str]) -> list[bytes]:
+        await self.store_up.wait()
+        self.fetched += keys
+        for key in keys:
+            if key not in self.kept:
+                raise PayloadMissing(key)
+        return [self.kept[key] for key in keys]
+
     # --- for tests ---------------------------------------------------------------------------------------------------
 
     @property
     def url(self) -> str:
         return self.shell._url
+
+    def keep(self, buckets: Sequence[Bucket]) -> PayloadRef:
+        """Keep a plan in the store."""
+        data = plan.encode(buckets)
+        ref = PayloadRef(f"plan:{hashlib.sha256(data).hexdigest()}", len(data))
+        self.kept[ref.key] = data
+        return ref
 
     def publish(self, event: Any) -> None:
         """Append an event of the coordinator or the trainer, raising registers as the coordinator does."""

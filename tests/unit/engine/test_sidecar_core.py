@@ -46,8 +46,8 @@ from contracts.events import (
 )
 from pipeline.runtime.journal import Journal
 from tests.unit.engine.world import (
-    BUCKETS,
     ME,
+    PLAN,
     committed,
     core,
     delivered,
@@ -157,7 +157,8 @@ def test_a_boot_that_served_is_not_held_against_the_next() -> None:
 
 def test_a_restart_folds_the_journal_to_the_same_state() -> None:
     run = Run()
-    journal = Journal(run.core)
+    core: Any = run.core
+    journal = Journal(core)
     records = []
     second = (requested(2, BOOT), offered(2), DrainFailed(2, "e", "r"))
     third = (requested(3, BOOT), offered(3), Drained(3, 0.0), started(3, BOOT), LoadFailed(3, "join", "e", "r"))
@@ -277,7 +278,7 @@ def test_a_transfer_is_received_as_offered() -> None:
         world_size=2,
         address="127.0.0.1",
         port=5000,
-        buckets=BUCKETS,
+        plan=PLAN.key,
         deadline_at=60.0,
     )
     assert run.feed(started(1, BOOT)) == [expected]

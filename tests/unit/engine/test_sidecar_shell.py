@@ -36,7 +36,7 @@ from contracts.events import (
 from contracts.weights import digest
 from tests.unit.engine.driver import Driver
 from tests.unit.engine.fake_server import FakeServer
-from tests.unit.engine.world import committed, failed, offered, quarantined, requested, started
+from tests.unit.engine.world import PLAN, committed, failed, offered, quarantined, requested, started
 
 BUCKETS = (
     Bucket((TensorSpec("a", "float32", (2,)), TensorSpec("b", "float32", (1,))), 12),
@@ -68,7 +68,7 @@ class Bench:
         self.driver.publish(replace(event, deadline_at=time.time() + left_s))
 
     def start(self, epoch: int, group: str = "g", fresh: bool = True) -> None:
-        self.driver.publish(replace(offered(epoch), buckets=BUCKETS))
+        self.driver.publish(replace(offered(epoch), payload=self.driver.keep(BUCKETS)))
         self.driver.publish(started(epoch, self.driver.boot, group=group, fresh=fresh))
 
     async def load(self, epoch: int, group: str = "g", fresh: bool = True) -> EngineLoaded:
@@ -339,6 +339,59 @@ async def test_a_pause_that_is_refused_is_told_and_one_that_was_made_is_lifted_f
         paths = bench.server.paths()
         joined = len(paths) - 1 - paths[::-1].index("/init_weights_update_group")
         assert "/continue_generation" in paths[:joined]
+
+
+async def test_a_plan_is_fetched_once_for_all_transfers_that_have_it(benches: Benches) -> None:
+    async with benches() as bench:
+        await bench.serve(1, "g")
+        await bench.serve(2, "g", fresh=False)
+        first = bench.driver.keep(BUCKETS)
+        assert bench.driver.fetched == [first.key]
+        bench.request(3)
+        await bench.driver.event(EngineDrained, epoch=3)
+        bench.driver.publish(offered(3))
+        bench.driver.publish(started(3, 1, fresh=False))
+        await bench.driver.event(EngineLoaded, epoch=3)
+        assert bench.driver.fetched == [first.key, PLAN.key]
+        assert [body["names"] for path, body in bench.server.calls if path == LOAD[2]][-1] == ["w"]
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "reason"),
+    [
+        (None, "PayloadMissing", "payload plan:1:1 is not in the store"),
+        (b"\x91", "ValueError", "no plan of a transfer: Input data was truncated"),
+        (b"\x91\x00", "ValueError", "no plan of a transfer: Expected `object`, got `int`"),
+    ],
+)
+async def test_a_plan_that_can_not_be_had_is_told_and_the_next_one_is_taken(
+    benches: Benches, data: bytes | None, error: str, reason: str
+) -> None:
+    async with benches() as bench:
+        bench.driver.kept = {} if data is None else {PLAN.key: data}
+        bench.request(1)
+        await bench.driver.event(EngineDrained, epoch=1)
+        bench.driver.publish(offered(1))
+        bench.driver.publish(started(1, 1))
+        told = await bench.driver.event(EngineFailed, epoch=1)
+        assert (told.phase, told.error) == ("plan", error)
+        assert told.reason.startswith(reason)
+        await bench.serve(2, "g2")
+
+
+async def test_a_store_that_does_not_give_the_plan_ends_the_transfer_at_its_deadline(
+    benches: Benches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def payloads(keys: Any) -> Any:
+        await asyncio.Event().wait()
+
+    async with benches(config(drain_deadline_s=60.0)) as bench:
+        monkeypatch.setattr(bench.driver, "payloads", payloads)
+        bench.request(1, left_s=1.5)
+        await bench.driver.event(EngineDrained, epoch=1)
+        bench.start(1)
+        told = await bench.driver.event(EngineFailed, epoch=1)
+        assert (told.phase, told.error) == ("plan", "Deadline")
 
 
 async def test_a_load_with_requests_held_is_not_complete(benches: Benches) -> None:

@@ -37,6 +37,7 @@ from actors.engine.state import (
     Watch,
 )
 from config.schema import EngineConfig, RefitConfig
+from contracts import plan
 from contracts.core import Booted, Delivered, Emit, Ref
 from contracts.envelope import STREAM_OF, Envelope
 from contracts.events import (
@@ -46,6 +47,7 @@ from contracts.events import (
     EngineQuarantined,
     EngineReady,
     Member,
+    PayloadRef,
     Rank,
     RefitCommitted,
     RefitFailed,
@@ -57,6 +59,7 @@ from contracts.events import (
 
 ME = "engine-0"
 BUCKETS = (Bucket((TensorSpec("w", "float32", (2,)),), 8),)
+PLAN = PayloadRef("plan:1:1", len(plan.encode(BUCKETS)))
 DUMMY, PARTIAL = -1, -2
 """Weights of a server that was just started, and of one that received some buckets."""
 
@@ -96,9 +99,9 @@ def offered(epoch: int, version: int | None = None, trainer_boot: int = 1, port:
         trainer_boot=trainer_boot,
         address="127.0.0.1",
         port=port,
-        buckets=BUCKETS,
         bytes=8,
         digest="d",
+        payload=PLAN,
     )
 
 

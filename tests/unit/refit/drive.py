@@ -156,7 +156,6 @@ class Drive:
             trainer_boot=self.state.trainer.boot if boot is None else boot,
             address="h",
             port=1,
-            buckets=(),
             bytes=400,
             digest=DIGEST,
         )

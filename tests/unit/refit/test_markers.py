@@ -43,7 +43,7 @@ def test_a_refit_that_commits_says_each_step_and_ends_with_what_it_was() -> None
         "gateways=['gateway-0'] epoch=1",
         "gate closed version=0 gateway=gateway-0 boot=1 seconds=0.1 epoch=1",
         *(f"engine drained version=0 engine=engine-{n} seconds=0.1 epoch=1" for n in ALL),
-        "transfer offered version=0 offered=0 bytes=400 buckets=0 seconds=0.25 epoch=1",
+        "transfer offered version=0 offered=0 bytes=400 seconds=0.25 epoch=1",
         "refit drained version=0 seconds=0.25 world_size=5 fresh=True epoch=1",
         "transfer finished version=0 seconds=0.5 bytes=400 epoch=1",
         *(f"engine loaded version=0 engine=engine-{n} seconds=0.2 epoch=1" for n in ALL),

@@ -303,12 +303,47 @@ def test_a_transfer_is_offered_sent_and_reported_under_its_epoch():
     )
     assert driver.feed(delivered(requested)) == [trainer.Abandon(3), trainer.Offer(4, 0, 60.0)]
     assert driver.feed(delivered(requested)) == []
-    offered = trainer.Offered(epoch=4, version=0, address="h", port=1, buckets=(), bytes=9, digest="d")
+    offered = trainer.Offered(epoch=4, version=0, address="h", port=1, bytes=9, digest="d", plan="p", plan_bytes=7)
     assert emitted(driver.feed(offered))[0].trainer_boot == 1
     driver.now = 12.0
     started = events.TransferStarted(epoch=4, version=0, group="g", fresh=True, members=(), world_size=3)
     assert driver.feed(delivered(started)) == [trainer.Send(started, 58.0)]
     assert emitted(driver.feed(trainer.Sent(epoch=4, version=0, seconds=1.0, bytes=9)))[0].bytes == 9
+
+
+def offer(driver: Driver, epoch: int, plan: str = "p") -> tuple[PayloadRef, str | None, tuple[str, ...]]:
+    """Where the plan of an offer is kept, what is written there, and what is released."""
+    requested = events.RefitRequested(
+        epoch=epoch, version=0, step=0, engines=(), gateways=(), drain="finish", deadline_at=70.0
+    )
+    driver.feed(delivered(requested))
+    offered = trainer.Offered(
+        epoch=epoch, version=0, address="h", port=1, bytes=9, digest="d", plan=plan, plan_bytes=len(plan)
+    )
+    emit, *others = driver.feed(offered)
+    assert all(isinstance(command, Release) for command in others)
+    return emit.event.payload, emit.payload, tuple(key for command in others for key in command.keys)
+
+
+def test_a_plan_is_written_once_and_released_when_another_takes_its_place():
+    driver = Driver()
+    driver.boot()
+    assert offer(driver, 1) == (PayloadRef("plan:1:1", 1), "p", ())
+    assert offer(driver, 2) == (PayloadRef("plan:1:1", 1), None, ())
+    assert offer(driver, 3, "other") == (PayloadRef("plan:1:3", 5), "other", ("plan:1:1",))
+    assert offer(driver, 4, "other") == (PayloadRef("plan:1:3", 5), None, ())
+
+
+def test_a_plan_that_engines_may_not_have_got_is_written_anew():
+    driver = Driver()
+    driver.boot()
+    offer(driver, 1)
+    driver.feed(delivered(events.RefitFailed(epoch=1, version=0, phase="transfer", reason="no plan")))
+    assert offer(driver, 2) == (PayloadRef("plan:1:2", 1), "p", ("plan:1:1",))
+    driver.feed(delivered(events.RefitFailed(epoch=1, version=0, phase="transfer", reason="late")))
+    assert offer(driver, 3) == (PayloadRef("plan:1:2", 1), None, ())
+    driver.boot(2)
+    assert offer(driver, 4) == (PayloadRef("plan:2:4", 1), "p", ("plan:1:2",))
 
 
 @pytest.mark.parametrize("end", ["sent", "broke", "failed", "committed"])
@@ -321,7 +356,7 @@ def test_a_stopping_trainer_stays_until_the_barrier_does_not_need_it(end: str):
     driver.feed(delivered(requested))
     driver.feed(delivered(events.RunStopping(reason="trained")))
     assert not driver.core.done(driver.state)
-    driver.feed(trainer.Offered(epoch=4, version=0, address="h", port=1, buckets=(), bytes=9, digest="d"))
+    driver.feed(trainer.Offered(epoch=4, version=0, address="h", port=1, bytes=9, digest="d", plan="p", plan_bytes=7))
     assert not driver.core.done(driver.state)
     if end == "sent":
         driver.feed(trainer.Sent(epoch=4, version=0, seconds=1.0, bytes=9))

@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
-from msgspec.structs import replace
 
 from actors import models, registry
 from actors.engine import actor as engine_actor
@@ -52,10 +51,11 @@ from actors.trainer.state import Load, Offer, Prune, Save, Train, TransferBroke
 from config.schema import EngineConfig, FleetConfig, LaunchConfig, RunConfig, TrainerConfig
 from contracts.core import Overdue
 from contracts.engine import EngineClient
-from contracts.events import BatchReady, Bucket, MemoryWanted, TensorSpec
+from contracts.events import BatchReady, MemoryWanted
 from contracts.trajectory import Sampling
 from pipeline.cores import core_of
 from tests.unit.engine.driver import Driver
+from tests.unit.engine.world import PLAN
 from tests.unit.refit.drive import Drive
 
 ROOT = Path(__file__).parents[3]
@@ -236,7 +236,7 @@ async def test_a_probe_of_the_fleet_ends_at_its_deadline(silent: str) -> None:
 
 def receive(address: str = "127.0.0.1") -> Receive:
     deadline_at = time.time() + SOON_S
-    return Receive(1, 1, "g", True, None, 1, 2, address, 1, (), deadline_at)
+    return Receive(1, 1, "g", True, None, 1, 2, address, 1, PLAN.key, deadline_at)
 
 
 SILENCE: dict[str, tuple[Callable[[], Any], type]] = {
@@ -276,8 +276,7 @@ async def test_a_trainer_that_says_nothing_is_given_up(tmp_path: Path) -> None:
     """A colocated transfer: the socket accepts, and no bucket is ever filled."""
     path = tmp_path / "s"
     server = await asyncio.start_unix_server(lambda *_: None, str(path))
-    one = Bucket((TensorSpec("a", "float32", (2,)),), 8)
-    command = replace(receive(f"{colocated.SCHEME}{path}"), buckets=(one,))
+    command = receive(f"{colocated.SCHEME}{path}")
 
     async def load(parts: Any, left: float) -> None:
         raise AssertionError("no bucket came")

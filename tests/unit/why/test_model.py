@@ -80,9 +80,7 @@ def test_an_epoch_shows_who_owes_what_in_each_phase():
     assert (barrier.phase, barrier.missing()) == ("drain", owed)
     story.add(events.GateClosed(epoch=1, gateway="gateway-0", boot=1, held=0, interrupted=0, seconds=0.1))
     story.add(events.EngineDrained(epoch=1, engine="engine-0", boot=1, seconds=0.1))
-    story.add(
-        events.TransferOffered(epoch=1, version=0, trainer_boot=1, address="a", port=1, buckets=(), bytes=1, digest="d")
-    )
+    story.add(events.TransferOffered(epoch=1, version=0, trainer_boot=1, address="a", port=1, bytes=1, digest="d"))
     ranks = (events.Rank("engine-0", 1, 1, 1),)
     story.add(events.TransferStarted(epoch=1, version=0, group="g", fresh=True, members=ranks, world_size=2))
     barrier = fold(story).barrier
