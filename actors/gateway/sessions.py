@@ -3,7 +3,7 @@
 A client sends its whole conversation each turn, and what it repeats of the policy's answers is text, often changed on
 the way: thinking dropped, white space trimmed, tool calls parsed. The tokens that were sampled stay what they were: a
 conversation that says the same as the episode so far is continued from its ids, and only what is new is tokenised.
-One that says something else has diverged, and `Diverged` names the place.
+One that says something else has diverged, and `Divergence` names the place.
 """
 
 from __future__ import annotations
