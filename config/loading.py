@@ -21,7 +21,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from config import checks
+from config import checks, rules
 from config.schema import RunConfig
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -77,7 +77,7 @@ def build(data: Mapping[str, Any]) -> RunConfig:
     if problems:
         raise ConfigError(*problems)
     config = msgspec.convert(data, RunConfig)
-    problems = checks.across_fields(config)
+    problems = rules.across_fields(config)
     if problems:
         raise ConfigError(*problems)
     return config

@@ -8,7 +8,7 @@ import time
 
 import msgspec
 
-from config import checks
+from config import rules
 from config.schema import RunConfig
 from contracts.envelope import STREAM_OF, Envelope, encode
 from contracts.events import FleetScaled
@@ -71,7 +71,7 @@ def resized(config: RunConfig, engines: int) -> RunConfig:
         probe = msgspec.structs.replace(config.engine, count=engines, urls=urls[:engines])
     else:
         probe = msgspec.structs.replace(config.engine, count=engines)
-    problems = checks.across_fields(msgspec.structs.replace(config, engine=probe))
+    problems = rules.across_fields(msgspec.structs.replace(config, engine=probe))
     if problems:
         raise PipelineError("\n".join(problems), Exit.USAGE)
     return msgspec.structs.replace(config, engine=msgspec.structs.replace(config.engine, count=engines))

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from msgspec import inspect
 
 from config import loading
-from config.checks import across_fields, is_text, leaves
+from config.checks import is_text, leaves
 from config.loading import ConfigError
+from config.rules import across_fields
 from config.schema import RunConfig
 
 
