@@ -230,6 +230,10 @@ class Bus:
         """
         return await self._reader.after(cursors, block_ms or 0, count)
 
+    async def catch_up(self, cursors: Mapping[str, str]) -> Followed:
+        """All that lies behind the cursors now, read in pages: what one reply holds is bounded."""
+        return await self._reader.behind(cursors)
+
     async def tails(self, streams: Sequence[str]) -> dict[str, str]:
         """The last id that each stream was ever given, whether or not it is still there; `0-0` for none."""
         if not streams:

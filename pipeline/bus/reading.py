@@ -15,9 +15,13 @@ from pipeline.bus.link import Link
 from pipeline.bus.lua import Key
 from pipeline.bus.model import Claimed, Followed, Gap, Received, WorkEntry
 
-ALL = 1_000_000
-"""Entries of each stream: as many as there are."""
+PAGE = 512
+"""Entries of each broadcast stream in one reply at most, when all are asked for."""
 _LOST: Any = object()
+
+Rows = dict[str, list[Any]]
+"""Stream -> (id, fields) of its entries, in order."""
+Read = Callable[[list[Any]], Awaitable[Any]]
 
 
 class Reader:
@@ -42,22 +46,36 @@ class Reader:
     # --- work ---
 
     async def work(self, counts: Mapping[str, int], group: str, cursors: Mapping[str, str], block_ms: int) -> Received:
-        """See `Bus.receive`. Both are read by one request: the store answers the second when the first is over."""
+        """See `Bus.receive`. Both are read by one request: the store answers the second when the first is over.
+
+        What did not fit into that answer is read on, before the work is handed out.
+        """
         wanted = {stream: count for stream, count in counts.items() if count > 0}
         if not wanted:
             return Received([], Followed([], []))
         deadline = time.monotonic() + block_ms / 1000
         while True:
             if found := await self._again(wanted, group):
-                return Received(found, await self.after(cursors, 0, ALL))
+                return Received(found, await self.behind(cursors))
             left_ms = max(0, int((deadline - time.monotonic()) * 1000))
             commands = [self._group_read(wanted, group, min(wanted.values()), left_ms)]
             if cursors:
-                commands.append(self._read(cursors, 0, ALL))
-            replies = await self._sure(wanted, group, lambda commands=commands: self._link.once(*commands), left_ms)
-            if replies is not _LOST:
-                work, *news = replies
-                return Received(self._delivered(work, group), self._events(news[0] if news else None, cursors))
+                commands.append(self._read(cursors, 0, PAGE))
+            found = await self._sure(wanted, group, lambda commands=commands: self._both(commands), left_ms)
+            if found is not _LOST:
+                work, rows = found
+                return Received(self._delivered(work, group), self._events(rows, cursors))
+
+    async def _both(self, commands: Sequence[Sequence[Any]]) -> tuple[Any, Rows]:
+        """One try: the reply of the first command, and all that the second begins to read."""
+        work, *news = await self._link.once(*commands)
+        rows = self._rows(news[0] if news else None)
+
+        async def read(command: list[Any]) -> Any:
+            return (await self._link.once(command))[0]
+
+        await self._complete(rows, read)
+        return work, rows
 
     async def _again(self, wanted: Mapping[str, int], group: str) -> list[WorkEntry]:
         """Own entries that were never handed out by this process."""
@@ -134,19 +152,43 @@ class Reader:
         if not cursors:
             return Followed([], [])
         reply = await self._link.command(*self._read(cursors, block_ms, count), block_ms=block_ms)
-        return self._events(reply, cursors)
+        return self._events(self._rows(reply), cursors)
+
+    async def behind(self, cursors: Mapping[str, str]) -> Followed:
+        """See `Bus.catch_up`."""
+        if not cursors:
+            return Followed([], [])
+
+        async def read(command: list[Any]) -> Any:
+            return await self._link.command(*command)
+
+        rows = self._rows(await read(self._read(cursors, 0, PAGE)))
+        await self._complete(rows, read)
+        return self._events(rows, cursors)
+
+    async def _complete(self, rows: Rows, read: Read) -> None:
+        """Read on in streams whose page was full: all is there that was in the store at the first reading."""
+        full = {stream for stream, found in rows.items() if len(found) == PAGE}
+        while full:
+            ends = {stream: rows[stream][-1][0].decode() for stream in full}
+            page = self._rows(await read(self._read(ends, 0, PAGE)))
+            for stream, found in page.items():
+                rows[stream] += found
+            full = {stream for stream, found in page.items() if len(found) == PAGE}
 
     def _read(self, cursors: Mapping[str, str], block_ms: int, count: int) -> list[Any]:
         block = ["BLOCK", block_ms] if block_ms else []
         keys = [self._keys.stream(stream) for stream in cursors]
         return ["XREAD", "COUNT", count, *block, "STREAMS", *keys, *cursors.values()]
 
-    def _events(self, reply: Any, cursors: Mapping[str, str]) -> Followed:
-        """Entries of a reply in the order of commits, and what is missing between them and the cursors."""
+    def _rows(self, reply: Any) -> Rows:
+        return {self._name(key): list(rows) for key, rows in reply or ()}
+
+    def _events(self, found: Rows, cursors: Mapping[str, str]) -> Followed:
+        """Entries in the order of commits, and what is missing between them and the cursors."""
         entries: list[Entry] = []
         gaps: list[Gap] = []
-        for key, rows in reply or ():
-            name = self._name(key)
+        for name, rows in found.items():
             cursor = behind = cursors[name]
             missing = None
             for id, fields in rows:

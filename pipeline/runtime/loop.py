@@ -255,7 +255,7 @@ class Runtime:
     async def _catch_up(self) -> None:
         """Feed every broadcast event that is in the store by now."""
         if self._seen:
-            await self._found(await self.bus.follow(self._seen, count=1_000_000, block_ms=None))
+            await self._found(await self.bus.catch_up(dict(self._seen)))
 
     async def _take(self, entries: Sequence[WorkEntry]) -> None:
         for item in entries:

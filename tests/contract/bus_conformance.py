@@ -33,6 +33,7 @@ from pipeline.bus import (
     TooLarge,
     client,
     letters,
+    reading,
 )
 
 GROUP = "readers"
@@ -592,6 +593,91 @@ async def test_entries_that_name_no_predecessor_are_read_without_a_word(store: S
     assert await bus.starts(["news"]) == {"news": START}
     await bus.post("news", b"first of its kind")
     assert (await bus.follow({"news": "3-0"}, block_ms=None, count=9)).gaps == []
+
+
+# --- more than one reply holds ---
+
+
+class Trips:
+    """Counts what is sent together by a bus, and does `then()` behind the first of it."""
+
+    def __init__(self, bus: Bus, then: Callable[[], Awaitable[Any]] | None = None) -> None:
+        self.sent: list[tuple[Any, ...]] = []
+        self._once, self._then = bus._link.once, then
+        bus._link.once = self.once  # type: ignore[method-assign]
+
+    async def once(self, *commands: Any) -> list[Any]:
+        replies = await self._once(*commands)
+        self.sent.append(tuple(command[0] for command in commands))
+        if self._then is not None and len(self.sent) == 1:
+            await self._then()
+        return replies
+
+
+async def backlog(store: Store, monkeypatch: pytest.MonkeyPatch, news: int, fleet: int = 0) -> tuple[Bus, list[str]]:
+    """A reader that is certain of what it holds, a page of 3, and so many events before one task; answers their ids."""
+    monkeypatch.setattr(reading, "PAGE", 3)
+    bus, _, _ = await working(store, "a")
+    await bus.read_work({"tasks": 1}, GROUP, block_ms=None)
+    ids = [await bus.post("news", f"news {number}".encode()) for number in range(news)]
+    ids += [await bus.post("fleet", f"fleet {number}".encode()) for number in range(fleet)]
+    ids += [await bus.post("news", b"the last")]
+    await bus.post("tasks", b"behind them")
+    return bus, ids
+
+
+BOTH = ("XREADGROUP", "XREAD")
+
+
+@pytest.mark.parametrize(
+    ("news", "fleet", "pages"), [(1, 2, 0), (2, 0, 1), (4, 0, 1), (5, 0, 2), (7, 3, 2), (1, 3, 1), (9, 9, 3)]
+)
+async def test_work_comes_with_all_events_before_it_however_many_in_one_round_trip_for_a_page(
+    store: Store, monkeypatch: pytest.MonkeyPatch, news: int, fleet: int, pages: int
+) -> None:
+    bus, ids = await backlog(store, monkeypatch, news, fleet)
+    trips = Trips(bus)
+    received = await bus.receive({"tasks": 9}, GROUP, {"news": START, "fleet": START}, block_ms=None)
+    assert [e.entry for e in received.news.entries] == ids
+    assert received.news.gaps == []
+    assert [e.data for e in received.work] == [b"behind them"]
+    assert trips.sent == [BOTH, *[("XREAD",)] * pages]
+
+
+async def test_all_behind_the_cursors_is_read_in_pages_and_gaps_in_any_of_them_are_told(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus, ids = await backlog(store, monkeypatch, 7)
+    await store.command("XDEL", "{news}", ids[5])
+    found = await bus.catch_up({"news": ids[0], "fleet": START})
+    assert [e.entry for e in found.entries] == [*ids[1:5], *ids[6:]]
+    assert found.gaps == [Gap("news", ids[0], ids[5])]
+    assert (await bus.catch_up({})).entries == []
+
+
+async def test_events_that_come_between_two_pages_are_read_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    bus, ids = await backlog(store, monkeypatch, 3)
+    other = await store.bus("b")
+    Trips(bus, lambda: other.post("news", b"meanwhile"))
+    received = await bus.receive({"tasks": 9}, GROUP, {"news": START}, block_ms=None)
+    assert [e.entry for e in received.news.entries][:-1] == ids
+    assert received.news.entries[-1].data == b"meanwhile"
+
+
+async def test_work_whose_events_could_not_all_be_read_comes_again(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bus, ids = await backlog(store, monkeypatch, 7)
+
+    async def cut() -> None:
+        raise asyncio.CancelledError
+
+    Trips(bus, cut)
+    with pytest.raises(asyncio.CancelledError):
+        await bus.receive({"tasks": 9}, GROUP, {"news": START}, block_ms=None)
+    received = await bus.receive({"tasks": 9}, GROUP, {"news": START}, block_ms=None)
+    assert [(e.data, e.deliveries) for e in received.work] == [(b"behind them", 2)]
+    assert [e.entry for e in received.news.entries] == ids
 
 
 # --- trimming ---
