@@ -26,7 +26,7 @@ from contracts.events import (
     RunStarted,
     RunStopping,
 )
-from pipeline.bus import Bus
+from pipeline.bus import Bus, BusError, BusUnavailable
 from pipeline.errors import Exit
 from pipeline.host import Left
 from pipeline.inject import Process
@@ -43,6 +43,8 @@ RECORDER_S = 20.0
 """Least time that the recorder gets to finish, whatever the others used up."""
 FRESH_S = 5.0
 """Age up to which an event that was read can't have been trimmed."""
+WRITES_EVERY_S = 5.0
+"""Time between two looks at whether the store takes writes: actors that can't write can't say so either."""
 ABSENT_S = 3.0
 """Time that an actor without a process gets to come back and leave in order: what it held is in the store."""
 RECORDER = "recorder"
@@ -96,6 +98,8 @@ class Driver:
         self._begun = False
         self._superseded = False
         self._last: tuple[Entry, float] | None = None
+        self._asked_at = self._started
+        self._unwritable_since: float | None = None
         self._interrupted = asyncio.Event()
         self._names = registry.names(config)
         self.late: list[str] = []
@@ -186,7 +190,7 @@ class Driver:
             left = self._left()
             verdict = judge(self._config, self.view, left, now, self._started) if self._begun else None
             if verdict is None and not following.done():
-                verdict = await self._gone_back()
+                verdict = await self._gone_back() or await self._unwritable(now)
             if verdict is not None:
                 return verdict
             await asyncio.wait([following], timeout=LOOK_S)
@@ -220,11 +224,36 @@ class Driver:
         )
         return Verdict(Exit.BROKER, "store went back", message)
 
+    async def _unwritable(self, now: float) -> Verdict | None:
+        """Whether the store has refused writes for longer than actors wait out an outage."""
+        if now - self._asked_at < WRITES_EVERY_S:
+            return None
+        self._asked_at = now
+        try:
+            await self._bus.check_writable()
+        except BusUnavailable:
+            raise
+        except BusError as error:
+            if self._unwritable_since is None:
+                self._unwritable_since = now
+                self._reporter.error(f"the store takes no writes: {error}")
+            limit = self._config.broker.outage_s
+            if now - self._unwritable_since < limit:
+                return None
+            message = f"the store has taken no writes for {limit:g} s (broker.outage_s): {error}. Then resume the run"
+            return Verdict(Exit.BROKER, "store takes no writes", message)
+        if self._unwritable_since is not None:
+            self._reporter.note("the store takes writes again", seconds=round(now - self._unwritable_since, 1))
+            self._unwritable_since = None
+        return None
+
     # --- stopping ---
 
     async def _stop(self, verdict: Verdict) -> None:
         """Actors finish what is in hand; the recorder leaves last, with the log complete."""
         self._reporter.note("stopping", reason=verdict.reason)
+        if self._unwritable_since is not None:  # nobody could be told
+            return
         deadline = self._clock.now() + self._config.launch.stop_deadline_s
         await self._post(RunStopping(reason=verdict.reason))
         others = [name for name in self._names if name != RECORDER]

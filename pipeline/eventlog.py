@@ -97,16 +97,22 @@ def lines(run: RunDir, chosen: Filter, *, follow: bool) -> Iterator[bytes]:
     chosen.check()
     selection = Selection(chosen)
     last: dict[str, str] = {}
+    actors: set[str] = set()
     complete = False
     for entry, envelope in archived(run):
         last[entry.stream] = entry.entry
         complete = isinstance(envelope.body, RunFinished)
+        actors.add(envelope.actor)
         if selection.takes(entry, envelope):
             yield render(entry, envelope)
         if selection.over:
             return
     if selection.unmet and not follow:
         raise PipelineError(f"no event {min(selection.unmet)!r} in the archive of {run.path}", Exit.USAGE)
+    strangers = sorted(set(chosen.actors) - actors)
+    if strangers and (complete or not follow):
+        known = ", ".join(sorted(actors)) or "none yet"
+        raise PipelineError(f"--actor {strangers[0]!r}: no event of the run is of it; there are {known}", Exit.USAGE)
     if follow and not complete:
         for entry, envelope in _added(run, last):
             if selection.takes(entry, envelope):

@@ -121,7 +121,10 @@ class Session:
                 broker.stop()
             elif refused:
                 self._directory.withdraw()
-        self._directory.update(ended=verdict.reason)
+        try:
+            self._directory.update(ended=verdict.reason)
+        except OSError as error:
+            self._reporter.error(f"{self._directory / 'run.json'} can't be written: {error.strerror}")
         return self._farewell(verdict)
 
     # --- before ---
@@ -233,7 +236,7 @@ class Session:
         if self._view.rows:
             try:
                 places["report"] = str(report.write(self._directory))
-            except PipelineError as error:
+            except (PipelineError, OSError) as error:
                 self._reporter.error(f"no report: {error}")
         if verdict.code is not Exit.DONE:
             places["resume"] = self._resume_command()

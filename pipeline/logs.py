@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -29,6 +30,30 @@ def redact(text: str) -> str:
     return _QUERY.sub(r"\1***", _CREDENTIALS.sub(r"\1:***@", text))
 
 
+class _Console(logging.StreamHandler[TextIO]):
+    """Whoever read along may leave (`| head -1`): the run goes on, and what it says is in its file."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+            return
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, self.stream.fileno())
+        os.close(null)
+
+
+class _File(RotatingFileHandler):
+    """On a disk that is full the console tells what matters."""
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            super().close()
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handleError(record)
+
+
 def configure(run_dir: Path | None, actor: str, *, console: bool | None = None, stream: TextIO | None = None) -> None:
     """Send structlog and the standard library's loggers to `logs/<actor>.jsonl` of the run and to the console.
 
@@ -42,10 +67,10 @@ def configure(run_dir: Path | None, actor: str, *, console: bool | None = None, 
     if run_dir is not None:
         path = Path(run_dir) / "logs" / f"{actor}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = RotatingFileHandler(path, maxBytes=LOG_BYTES, backupCount=1, delay=True)
+        file = _File(path, maxBytes=LOG_BYTES, backupCount=1, delay=True)
         handlers.append(_handler(file, json=True))
     if console:
-        handlers.append(_handler(logging.StreamHandler(output), json=not output.isatty()))
+        handlers.append(_handler(_Console(output), json=not output.isatty()))
     root = logging.getLogger()
     for old in list(root.handlers):
         root.removeHandler(old)

@@ -45,6 +45,9 @@ class Filter(msgspec.Struct, frozen=True):
                     f"--kind {pattern!r}: no event is of that kind; there are {', '.join(near)}", Exit.USAGE
                 )
 
+        if not _in_order(self.since, self.until):
+            raise PipelineError("--since lies behind --until, so nothing is between them: exchange them", Exit.USAGE)
+
     def accepts(self, envelope: Envelope[Event]) -> bool:
         """Whether streams, kinds and actors let one event pass."""
         return (
@@ -52,6 +55,12 @@ class Filter(msgspec.Struct, frozen=True):
             and (not self.actors or envelope.actor in self.actors)
             and (not self.kinds or any(fnmatchcase(kind(envelope.body), pattern) for pattern in self.kinds))
         )
+
+
+def _in_order(since: Moment | None, until: Moment | None) -> bool:
+    """False if two moments of one form can't enclose anything."""
+    pairs = [(getattr(since, form, None), getattr(until, form, None)) for form in ("position", "at", "after_s")]
+    return not any(first is not None and last is not None and first > last for first, last in pairs)
 
 
 def _families() -> list[str]:

@@ -335,6 +335,10 @@ class Bus:
             raise BusError(f"{self.keys.config} is not set: the run was never started in this store, or was emptied")
         return data
 
+    async def check_writable(self) -> None:
+        """Raises BusError if the store takes no writes, as when its disk is full; changes nothing."""
+        await self._link.command("SETRANGE", self.keys.config, 0, b"")
+
     async def memory(self) -> tuple[int, int]:
         """Bytes that the store uses, and its limit (0: none)."""
         info = await self._link.command("INFO", "memory")

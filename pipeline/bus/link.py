@@ -59,7 +59,7 @@ _FIXES = {
     "NOGROUP": "the stream or its group is gone, so the store was emptied under the run: start a new run",
     "WRONGTYPE": "something else uses this run's keys: choose another run name or database",
     "cluster support disabled": "it is a single server: write redis:// or rediss://",
-    "MISCONF": "the store can't write its files: see its log",
+    "MISCONF": "the store can't write its files: make room on its disk, and see its log",
 }
 """What an error's text says -> what helps."""
 

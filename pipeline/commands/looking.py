@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,19 @@ from pipeline.errors import Exit, PipelineError, writing
 
 if TYPE_CHECKING:
     from pipeline.rundir import RunDir
+
+
+class Seconds(click.FloatRange):
+    """A length of time."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds = super().convert(value, param, ctx)
+        return seconds if math.isfinite(seconds) else self.fail(f"{value!r} is no length of time.", param, ctx)
+
+
+SECONDS = Seconds(min=0)
 
 
 def recorded(run: str | None) -> RunDir:
@@ -76,7 +90,7 @@ def verify(run: str | None) -> None:
 @click.argument("run", required=False)
 @click.option("--until", metavar="MOMENT", help="As it was then: an entry, an event's id, a time, or +SECONDS.")
 @click.option("--now", metavar="MOMENT", help="Judge as of this time rather than now, or the archive's end.")
-@click.option("--patience", metavar="S", type=float, default=15.0, show_default=True, help="Least length of a stall.")
+@click.option("--patience", metavar="S", type=SECONDS, default=15.0, show_default=True, help="Least length of a stall.")
 @click.option("--json", "as_json", is_flag=True, help="The whole diagnosis as JSON.")
 def why(run: str | None, until: str | None, now: str | None, patience: float, as_json: bool) -> None:
     """Say what a run waits for and why. Exit code 1 if it is stuck."""
@@ -108,7 +122,7 @@ def why(run: str | None, until: str | None, now: str | None, patience: float, as
 @click.option("--check", is_flag=True, help="Compare every command with the log; exit code 1 at a difference.")
 @click.option("--drop", metavar="EVENT", help="What if this event had not come?")
 @click.option("--delay", metavar="EVENT", help="What if this event had come later?")
-@click.option("--by", "by_s", metavar="S", type=float, default=60.0, show_default=True, help="How much later.")
+@click.option("--by", "by_s", metavar="S", type=SECONDS, help="How much later: 60 if left out.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def replay(run: str | None, **how: Any) -> None:
     """Fold a run once more through its real cores, from the archived journals; no GPU work is done again."""

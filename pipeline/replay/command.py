@@ -16,6 +16,9 @@ from pipeline.replay.states import plain
 from pipeline.replay.whatif import what_if
 from pipeline.rundir import RunDir, config_of
 
+LATER_S = 60.0
+"""How much later an event comes with --delay, unless --by says."""
+
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """The options as they were given."""
@@ -27,7 +30,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     check: bool = False
     drop: str | None = None
     delay: str | None = None
-    by_s: float = 60.0
+    by_s: float | None = None
     as_json: bool = False
 
 
@@ -38,13 +41,19 @@ def run(directory: RunDir, how: Request) -> tuple[Exit, Iterable[str]]:
     if len(modes) > 1:
         names = " and ".join(f"--{'step' if m == 'steps' else 'diff' if m == 'other' else m}" for m in modes)
         raise PipelineError(f"{names} are different questions: ask one at a time", Exit.USAGE)
+    if how.by_s is not None and how.delay is None:
+        raise PipelineError("--by says how much later an event comes: give that event with --delay", Exit.USAGE)
+    whole = [f"--{mode}" for mode in modes if mode in ("check", "drop", "delay")]
+    if how.until is not None and whole:
+        raise PipelineError(f"{whole[0]} goes over the whole run: leave out --until", Exit.USAGE)
     recorded = Recorded.read(directory, config_of(directory), how.actor)
     if how.check:
         verdict = check(recorded)
         code = Exit.FAILED if verdict.divergences else Exit.DONE
         return code, [_json(verdict)] if how.as_json else show.verdict(verdict)
     if how.drop is not None or how.delay is not None:
-        found = what_if(recorded, how.drop or how.delay or "", None if how.drop is not None else how.by_s)
+        by_s = None if how.delay is None else LATER_S if how.by_s is None else how.by_s
+        found = what_if(recorded, how.drop or how.delay or "", by_s)
         return Exit.DONE, map(_json, found) if how.as_json else (
             line for each in found for line in show.other_course(each)
         )

@@ -825,6 +825,16 @@ async def test_the_configuration_is_stored_or_missed_by_name(store: Store) -> No
     assert await bus.get_config() == b"\x01config"
 
 
+async def test_asking_whether_the_store_takes_writes_changes_nothing(store: Store) -> None:
+    bus = await store.bus("a")
+    await bus.check_writable()
+    with pytest.raises(BusError, match="config is not set"):
+        await bus.get_config()
+    await bus.put_config(b"config")
+    await bus.check_writable()
+    assert await bus.get_config() == b"config"
+
+
 async def test_depths_say_how_far_a_group_is_behind(store: Store) -> None:
     bus, _, _ = await working(store, "a", entries=2)
     await bus.post("tasks", b"x")

@@ -64,6 +64,18 @@ async def store(broker: Broker) -> AsyncIterator[Store]:
     await raw.aclose()
 
 
+async def test_a_store_that_refuses_writes_is_told_from_one_that_takes_them(store: Store) -> None:
+    bus = await store.bus("a")
+    await bus.check_writable()
+    setting = "min-replicas-to-write"  # refuses as a full disk does
+    await store.command("CONFIG", "SET", setting, 1)
+    try:
+        with pytest.raises(BusError, match="NOREPLICAS"):
+            await bus.check_writable()
+    finally:
+        await store.command("CONFIG", "SET", setting, 0)
+
+
 # --- scripts ---
 
 

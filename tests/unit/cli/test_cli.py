@@ -263,7 +263,6 @@ def test_events_are_printed_in_order_and_filtered(make_run: Callable[..., RunDir
         "policy",
         "fleet",
     }
-    assert _log(run, "--actor", "nobody") == []
     assert len(_log(run, "--actor", "test")) == len(story.log)
 
 
@@ -339,6 +338,31 @@ def test_a_place_that_can_not_be_written_is_named(make_run: Callable[..., RunDir
     result = call(words[0], str(make_run(trained(1)).path), *words[1:])
     assert result.exit_code == Exit.USAGE
     assert f"pipeline: {words[-1]} can't be written: " in result.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--actor", "engine-7"), "--actor 'engine-7': no event of the run is of it; there are test"),
+        (("--since", "10", "--until", "5"), "--since lies behind --until"),
+        (("--since", "+10", "--until", "+5"), "--since lies behind --until"),
+    ],
+)
+def test_a_filter_that_nothing_can_pass_is_refused(
+    make_run: Callable[..., RunDir], words: tuple[str, ...], said: str
+) -> None:
+    result = call("log", str(make_run(trained(1)).path), *words)
+    assert (result.exit_code, result.stdout) == (Exit.USAGE, "")
+    assert said in result.output
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan", "inf", "soon"])
+def test_a_length_of_time_is_a_number_of_seconds(make_run: Callable[..., RunDir], seconds: str) -> None:
+    run = make_run(trained(1))
+    for words in (("why", "--patience"), ("replay", "--delay", "test:1.0", "--by")):
+        result = call(words[0], str(run.path), *words[1:], seconds)
+        assert result.exit_code == Exit.USAGE
+        assert words[-1] in result.output
 
 
 def test_following_a_finished_run_ends(make_run: Callable[..., RunDir]) -> None:

@@ -26,6 +26,7 @@ from contracts.core import Entry
 from contracts.envelope import decode, encode
 from contracts.events import Event
 from pipeline import driver as module
+from pipeline.bus import BusError, BusUnavailable
 from pipeline.driver import Driver
 from pipeline.errors import Exit
 from pipeline.host import Left
@@ -53,6 +54,7 @@ class Log:
         self.entries: list[Entry] = []
         self.on_post: Callable[[Event], None] = lambda event: None
         self.broken: Exception | None = None
+        self.unwritable: Exception | None = None
 
     def put(self, story: Story, start: int = 0) -> None:
         for envelope in story.log[start:]:
@@ -66,6 +68,10 @@ class Log:
         entry = self._append(stream, data)
         self.on_post(decode(stream, data).body)
         return entry
+
+    async def check_writable(self) -> None:
+        if self.unwritable is not None:
+            raise self.unwritable
 
     async def read_after(self, cursors: Mapping[str, str], *, count: int, block_ms: int) -> list[Entry]:
         await asyncio.sleep(0)
@@ -219,6 +225,53 @@ async def test_a_store_that_lost_what_was_read_from_it_ends_the_run(how: str) ->
     verdict = await scene.run()
     assert (verdict.code, verdict.reason) == (Exit.BROKER, "store went back")
     assert "is rebuilt from its archive" in verdict.message
+
+
+async def test_a_store_that_takes_no_writes_is_told_at_once_and_ends_the_run_after_an_outage() -> None:
+    scene = Scene()
+    scene.log.unwritable = BusError("MISCONF: the store can't write its files: make room on its disk")
+
+    def fail() -> None:
+        scene.log.put(trained(1))
+        scene.clock.time += module.WRITES_EVERY_S
+
+    scene.processes.on_launch = fail
+    error = scene.screen.error
+
+    def told(message: str, **fields: object) -> None:
+        error(message)
+        scene.clock.time += 60.0
+
+    scene.screen.error = told  # type: ignore[method-assign]
+    verdict = await scene.run()
+    assert scene.screen.notes[0].startswith("error: the store takes no writes: MISCONF")
+    assert (verdict.code, verdict.reason) == (Exit.BROKER, "store takes no writes")
+    assert (
+        "for 60 s (broker.outage_s): MISCONF: the store can't write its files: make room on its disk" in verdict.message
+    )
+
+
+async def test_a_store_that_takes_writes_again_is_told_and_one_that_is_lost_is_raised() -> None:
+    scene = Scene()
+    scene.log.unwritable = BusError("MISCONF")
+
+    def fail() -> None:
+        scene.log.put(trained(1))
+        scene.clock.time += module.WRITES_EVERY_S
+
+    def told(message: str, **fields: object) -> None:
+        scene.log.unwritable = None
+        scene.clock.time += module.WRITES_EVERY_S
+
+    def noted(message: str, **fields: object) -> None:
+        if message == "the store takes writes again":
+            scene.log.unwritable = BusUnavailable("gone")
+            scene.clock.time += module.WRITES_EVERY_S
+
+    scene.processes.on_launch = fail
+    scene.screen.error, scene.screen.note = told, noted  # type: ignore[method-assign]
+    with pytest.raises(BusUnavailable, match="gone"):
+        await scene.run()
 
 
 async def test_an_event_that_was_trimmed_is_not_missed() -> None:

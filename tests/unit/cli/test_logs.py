@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,3 +98,39 @@ def test_a_terminal_gets_readable_lines() -> None:
     assert "***" in terminal.getvalue()
     assert not terminal.getvalue().startswith("{")
     assert sys.stderr is not terminal
+
+
+READER = """
+import sys
+from pathlib import Path
+import structlog
+from pipeline import logs
+logs.configure(Path(sys.argv[1]), "driver", console=True, stream=sys.stdout)
+log = structlog.get_logger()
+log.info("one")
+sys.stdin.readline()
+for number in range(3):
+    log.info("more", number=number)
+"""
+
+
+def test_a_reader_of_the_console_that_leaves_is_no_error_and_the_file_goes_on(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-c", READER, str(tmp_path)]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as program:
+        assert program.stdout is not None
+        assert "one" in program.stdout.readline()
+        program.stdout.close()
+        program.stdout = None
+        _, said = program.communicate("go on\n", timeout=60)
+    assert (program.returncode, said) == (0, "")
+    assert len(lines(tmp_path / "logs" / "driver.jsonl")) == 4
+
+
+def test_a_log_file_on_a_full_disk_is_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs.configure(tmp_path, "driver", console=False)
+    (tmp_path / "logs" / "driver.jsonl").symlink_to("/dev/full")
+    structlog.get_logger().info("one")
+    assert capsys.readouterr().err == ""
+    logging.getLogger().info("%d", "no number")
+    assert "Logging error" in capsys.readouterr().err, "a mistake in a message is still told"

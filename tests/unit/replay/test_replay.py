@@ -358,6 +358,9 @@ def test_a_divergence_ends_with_exit_code_1(run: RunDir, tmp_path: Any):
         (["--drop", "nobody:1.0"], "no event"),
         (["--until", "soon"], "names no moment"),
         (["--step", "0"], "0 is not in the range"),
+        (["--by", "5"], "give that event with --delay"),
+        (["--check", "--until", "5"], "--check goes over the whole run: leave out --until"),
+        (["--drop", "trainer:1.0", "--until", "5"], "--drop goes over the whole run"),
     ],
 )
 def test_wrong_questions_are_refused(run: RunDir, words: list[str], said: str):
