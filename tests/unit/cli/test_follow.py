@@ -131,7 +131,7 @@ def test_a_log_of_another_release_is_named(make_run: Callable[..., RunDir]) -> N
     writer = Writer(run.events, 0.0)
     writer.append("control", "9999-0", msgspec.msgpack.encode({"body": {"kind": "wait.vanished"}}))
     writer.close(0.0)
-    with pytest.raises(PipelineError, match="this log was written by another release"):
+    with pytest.raises(PipelineError, match=r"this log was written by another version, sluice-rl 0\.1\.0 \(code "):
         list(lines(run, Filter(), follow=False))
 
 
