@@ -144,6 +144,20 @@ def test_a_store_that_lets_a_replaced_process_commit_is_found(monkeypatch: pytes
         simulate(config(0), 0, Faults(ghosts=4))
 
 
+def test_prompts_of_64k_tokens_go_through_all_actors(monkeypatch: pytest.MonkeyPatch):
+    def perform(self: SourceSim, actor: Any, command: Any) -> None:
+        first = int(command.cursor or 0)
+        numbers = range(first, first + min(command.n, limits.FETCH // (256 << 10)))
+        tasks = tuple(source.FetchedTask(f"t{n}", b"x" * (256 << 10), str(n + 1)) for n in numbers)
+        actor.after(0.001, source.Fetched(command.split, tasks))
+
+    monkeypatch.setattr(SourceSim, "perform", perform)
+    settings = config(0)
+    buffer = msgspec.structs.replace(settings.buffer, group_policy="replace")
+    result = simulate(msgspec.structs.replace(settings, buffer=buffer), 0, Faults(kills=3))
+    assert result.ok, (result.finished, result.findings[:3])
+
+
 def test_what_a_real_store_refuses_for_its_size_ends_a_simulated_run(monkeypatch: pytest.MonkeyPatch):
     def perform(self: SourceSim, actor: Any, command: Any) -> None:
         task = source.FetchedTask("long", b"x" * limits.ENTRY, "1")
