@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import sys
 from pathlib import Path
@@ -56,6 +57,14 @@ def main() -> None:
     RUN is a run directory, the name of one under runs/, or left out for the newest.
     """
     _check_installation()
+    _printable()
+
+
+def _printable() -> None:
+    """What the terminal's encoding has no sign for, such as the bars of a panel, becomes a question mark."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.encoding.lower().replace("-", "") != "utf8":
+            stream.reconfigure(errors="replace")
 
 
 def _check_installation() -> None:

@@ -87,6 +87,15 @@ def test_output_that_can_not_be_written_ends_in_one_line(tmp_path: Path) -> None
     assert done.stderr == "pipeline: the output can't be written: No space left on device\n"
 
 
+def test_what_a_terminal_has_no_sign_for_becomes_a_question_mark(tmp_path: Path) -> None:
+    program = "from pipeline import cli; cli._printable(); print('reward \u2581\u2582')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], env=environment, capture_output=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr) == (b"reward ??\n", b"")
+
+
 # --- up, refused ---
 
 
