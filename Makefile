@@ -32,7 +32,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	touch $@
 
 CORES := $(foreach actor,source collector trainer refit engine gateway recorder,--cov=actors.$(actor).core)
-GATE := --cov=pipeline.bus --cov=actors.buffer $(CORES) --cov=actors.gateway.faults --cov=actors.engine.barrier $(foreach rules,barrier faults fleet members needs outliers release,--cov=actors.refit.$(rules)) --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=100
+GATE := --cov=pipeline.bus --cov=actors.buffer --cov=actors.states --cov=actors.waits $(CORES) --cov=actors.gateway.faults --cov=actors.engine.barrier $(foreach rules,barrier faults fleet members needs outliers release,--cov=actors.refit.$(rules)) --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=100
 
 # In the order of their names the files of real runs come early, so that no worker is left alone with them at the end.
 # Hypothesis draws the same examples each time, so that what is covered does not change from run to run.
