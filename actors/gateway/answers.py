@@ -88,10 +88,8 @@ def template_of(choice: str, carried: Any = None, specials: Sequence[str] = ()) 
     if choice == "hermes" or (choice == "auto" and carried is None):
         return None
     place = "auto: response_template in the model's tokenizer_config.json" if choice == "auto" else choice
-    shipped = FAMILIES / f"{choice}.json"
     try:
-        spec = carried if choice == "auto" else read_file(shipped if is_name(choice) else Path(choice))
-        return Template(spec, specials)
+        return Template(carried if choice == "auto" else read_file(_file(choice)), specials)
     except TemplateError as error:
         known = ", ".join(sorted(path.stem for path in FAMILIES.glob("*.json")))
         raise TemplateError(
@@ -100,9 +98,14 @@ def template_of(choice: str, carried: Any = None, specials: Sequence[str] = ()) 
         ) from error
 
 
-def is_name(choice: str) -> bool:
-    """Whether `choice` names something shipped, and is no path."""
-    return "/" not in choice and not choice.endswith(".json")
+def _file(choice: str) -> Path:
+    """The file of a template given by shipped name, or by a path: that ends in .json or has a slash."""
+    if "/" in choice or choice.endswith(".json"):
+        return Path(choice)
+    path = FAMILIES / f"{choice}.json"
+    if not path.is_file():
+        raise TemplateError("no family has this name")
+    return path
 
 
 class _Plain:

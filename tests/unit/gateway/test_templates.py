@@ -292,7 +292,7 @@ def test_the_template_of_the_howto_reads_what_it_is_for():
 
 
 def test_a_name_that_is_not_shipped_is_refused():
-    with pytest.raises(TemplateError, match=r"rollout.response_template=gpt: .*gpt-oss"):
+    with pytest.raises(TemplateError, match=r"rollout.response_template=gpt: no family has this name; give .*gpt-oss"):
         template_of("gpt")
     assert template_of("auto") is None
     assert template_of("hermes") is None
