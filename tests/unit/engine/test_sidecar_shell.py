@@ -385,10 +385,11 @@ async def test_a_store_that_does_not_give_the_plan_ends_the_transfer_at_its_dead
     async def payloads(keys: Any) -> Any:
         await asyncio.Event().wait()
 
-    async with benches(config(drain_deadline_s=60.0)) as bench:
+    async with benches() as bench:
         monkeypatch.setattr(bench.driver, "payloads", payloads)
-        bench.request(1, left_s=1.5)
+        bench.request(1)
         await bench.driver.event(EngineDrained, epoch=1)
+        monkeypatch.setattr(bench.driver.clock, "now", lambda: time.time() + 100.0)
         bench.start(1)
         told = await bench.driver.event(EngineFailed, epoch=1)
         assert (told.phase, told.error) == ("plan", "Deadline")
