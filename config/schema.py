@@ -316,7 +316,8 @@ class BrokerConfig(Section, frozen=True, kw_only=True):
     appendfsync: Literal["everysec", "always"] = "everysec"
     start_deadline_s: Seconds = 15.0
     outage_s: Seconds = 60.0
-    """Longest loss of the store that actors wait out before they exit."""
+    """Longest loss of the store that actors wait out before they exit. A store that takes no writes for so long, as on
+    a disk that is full, ends the run."""
 
 
 class RecorderConfig(Section, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ class Exit(IntEnum):
     USAGE = 2
     """Wrong arguments, an unknown recipe or run, or a configuration that was refused."""
     BROKER = 3
-    """No store: REDIS_URL can't be reached or is too old, or the embedded broker did not start."""
+    """No store: REDIS_URL can't be reached or is too old, the embedded broker did not start, or it takes no writes."""
     START = 4
     """No refit was committed before launch.start_deadline_s."""
     MISSING = 5

@@ -22,7 +22,7 @@ def up(words: tuple[str, ...], resume: str | None) -> None:
 
     recipe, overrides = _split(words)
     if resume is None:
-        code = launcher.up(recipe or "quickstart", overrides)
+        code = launcher.up("quickstart" if recipe is None else recipe, overrides)
     elif recipe is None:
         code = launcher.resume(resume, overrides)
     else:

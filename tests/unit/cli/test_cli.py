@@ -102,6 +102,7 @@ def test_what_a_terminal_has_no_sign_for_becomes_a_question_mark(tmp_path: Path)
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
+        (["up", ""], Exit.USAGE, "no recipe ''. Shipped are"),
         (["up", "quikstart"], Exit.USAGE, "no recipe 'quikstart'; did you mean quickstart?"),
         (["up", "nowhere.yaml"], Exit.USAGE, "no such file"),
         (["up", "trainer.lrr=1"], Exit.USAGE, "did you mean trainer.lr?"),
