@@ -22,6 +22,7 @@ from actors.recorder import archive
 from actors.startup import uncollected
 from pipeline.eventlog import BATCH, readable
 from pipeline.ui._drawing import Drawing, Part
+from pipeline.ui._slim import SLIM, slimmed
 
 PROGRAM = ("-P", "-m", "pipeline.ui._ahead")
 EVENTS = 8192
@@ -102,18 +103,23 @@ async def _parts(stream: asyncio.StreamReader) -> AsyncIterator[Part]:
 
 def parts(folder: Path, events: int = EVENTS) -> Iterator[Part]:
     """The archive in `folder`, folded, `events` at a time; ends in front of what is damaged."""
-    drawing, position, drained = Drawing(), 0, 0
+    drawing, position, drained = Drawing(SLIM), 0, 0
+    bad: list[int] = []
     try:
         for entries in archive.batches(archive.frames(folder), BATCH):
-            batch, bad = readable(entries, position)
+            batch = slimmed(entries, position)
+            if batch is None:
+                batch, unreadable = readable(entries, position)
+                bad += unreadable
             position = max([position, *batch.positions[-1:], *bad[-1:]])
             drawing.extend(batch)
             if len(drawing.index) - drained >= events:
                 drained = len(drawing.index)
-                yield drawing.drain(position)
+                yield drawing.drain(position, bad)
+                bad = []
     except (archive.ArchiveError, msgspec.DecodeError, OSError):
         pass  # the reader comes to it too, and says so
-    yield drawing.drain(position)
+    yield drawing.drain(position, bad)
 
 
 def main() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from fnmatch import fnmatchcase
 
@@ -82,6 +82,10 @@ class Index:
 
     def __len__(self) -> int:
         return len(self._columns)
+
+    def know(self, slim: Mapping[type, type]) -> None:
+        """Take events of these types for those of the kinds that they stand in for."""
+        self._types |= {each: self._types[kind] for each, kind in slim.items()}
 
     def extend(self, batch: Batch) -> int:
         """Take the next events; answers the row of the first."""

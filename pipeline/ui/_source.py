@@ -21,6 +21,7 @@ from pipeline.eventlog import BATCH, readable
 from pipeline.rundir import RunDir
 from pipeline.ui._ahead import Ended, ahead
 from pipeline.ui._data import RunData, Shown, told
+from pipeline.ui._drawing import Drawing
 from pipeline.why import load
 from pipeline.why.result import Evidence, StoreFacts
 
@@ -59,6 +60,8 @@ class Source:
         self._evidence = Evidence()
         self._judged = self._drawn = 0
         """Places of the log up to which it was taken, for the diagnosis and figures, and for what is drawn."""
+        self._bad: set[int] = set()
+        """Places of events that can't be read."""
         self._helped = False
         """Another process folds what is drawn."""
         self._bus: Any = None
@@ -115,12 +118,15 @@ class Source:
         """Fold the archive in two processes. They may read to different ends, while it grows."""
         self._helped = True
         try:
-            found = await asyncio.gather(self._take(self._frames(0)), self._receive(), return_exceptions=True)
+            taken, unread = await asyncio.gather(self._take(self._frames(0)), self._receive(), return_exceptions=True)
         finally:
             self._helped = False
-        for each in found:
-            if each is not None:
-                raise each
+        if isinstance(unread, BaseException):
+            raise unread
+        if {place for place in self._bad if place <= self._drawn} - unread:  # it looks at less of each event
+            self.data.drawing, self._drawn = Drawing(), 0
+        if taken is not None:
+            raise taken
 
     async def _take(self, frames: Iterable[list[Entry]]) -> None:
         """Fold what is new; others get their turn after every few batches."""
@@ -135,23 +141,30 @@ class Source:
         behind = self._judged if self._helped else min(self._judged, self._drawn)
         batch, bad = readable(entries, behind)
         last = max([behind, *batch.positions[-1:], *bad[-1:]])
-        self.data.unreadable += sum(position > self._judged for position in bad)
+        self._bad.update(bad)
+        self.data.unreadable = len(self._bad)
         self.data.judge(batch.within(self._judged, last))
         self._judged = max(self._judged, last)
         if not self._helped:
             self.data.drawing.extend(batch.within(self._drawn, last))
             self._drawn = max(self._drawn, last)
 
-    async def _receive(self) -> None:
-        """What another process folds of the archive, until it is done; what it leaves out is folded here later."""
+    async def _receive(self) -> set[int]:
+        """What another process folds of the archive, until it is done; what it leaves out is folded here later.
+
+        Answers the places of the events that it could not read.
+        """
+        unread: set[int] = set()
         try:
             async with ahead(self.run.events) as parts:
                 async for part in parts:
                     self.data.drawing.merge(part)
                     self._drawn = part.position
+                    unread.update(part.bad)
                     await self._tell()
         except (Ended, TimeoutError) as error:
             _log.warning("reading %s alone behind event %d: %s", self.run.events, self._drawn, error)
+        return unread
 
     async def _rest(self) -> None:
         """Wait until somebody goes on with an archived run."""

@@ -126,6 +126,10 @@ class Timeline(Spans):
         refits = self._refits.handlers
         kinds = {**self._handlers, **refits}
         self._table = {kind: (self._handlers.get(kind), refits.get(kind)) for kind in kinds}
+        self.kinds = frozenset(kinds)
+        """Kinds of which spans are made, besides those of `samples`."""
+        self.samples: tuple[type, ...] = (ev.TrajectoryFinished,)
+        """Kinds that tell of a sample."""
 
     def extend(self, first: int, envelopes: Sequence[Envelope[Any]]) -> list[int]:
         """Consume the next events, which stand in the rows from `first` on; answers the rows of finished samples."""
@@ -133,12 +137,12 @@ class Timeline(Spans):
             return []
         if self.zero_ns is None:
             self.zero_ns = envelopes[0].wall_ns
-        zero_ns, handlers_of, rolled = self.zero_ns, self._table.get, self._rolled
+        zero_ns, handlers_of, rolled, samples_of = self.zero_ns, self._table.get, self._rolled, self.samples
         samples: list[int] = []
         for row, envelope in enumerate(envelopes, first):
             body = envelope.body
             kind = type(body)
-            if kind is ev.TrajectoryFinished:
+            if kind in samples_of:
                 samples.append(row)
                 end = (envelope.wall_ns - zero_ns) / 1e9
                 begin = end - body.seconds

@@ -166,6 +166,26 @@ async def test_two_processes_open_what_one_opens(recorded: RunDir, together: lis
     assert (drawn(source.data), judged(source.data)) == (drawn(alone), judged(alone))
 
 
+async def test_an_event_that_only_one_of_them_can_read_is_in_neither(scene: Scene, together: list[int], tmp_path: Path):
+    """The second looks at no task's name."""
+    run = archive.write(scene.world, BASE, tmp_path / "run")
+    log = list(scene.world.store.log)
+    odd = next(place for place, entry in enumerate(log) if entry.stream == "tasks")
+    envelope = msgspec.msgpack.decode(log[odd].data)
+    envelope["body"]["task"] = 5
+    log[odd] = Entry(log[odd].stream, log[odd].entry, msgspec.msgpack.encode(envelope))
+    for path in run.events.glob("*"):
+        path.unlink()
+    writer = Writer(run.events, 0.0)
+    for entry in log:
+        writer.append(entry.stream, entry.entry, entry.data)
+    writer.close(0.0)
+    source, alone = await opened(run), plain(run)
+    assert together
+    assert source.data.unreadable == alone.unreadable == 1
+    assert (drawn(source.data), judged(source.data)) == (drawn(alone), judged(alone))
+
+
 FIRST = """
 import os, sys
 from pathlib import Path
