@@ -61,7 +61,7 @@ _Head = msgspec.defstruct(
     gc=False,
     kw_only=True,
 )
-_decoder: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list[_Head])
+_decoder: msgspec.msgpack.Decoder[list[Any]] = msgspec.msgpack.Decoder(list[_Head])  # pyright: ignore[reportInvalidTypeForm]
 
 
 def slimmed(entries: Sequence[Entry], behind: int) -> Batch | None:
