@@ -130,6 +130,8 @@ class ResponsesStream:
         self._form = form
         self._id, self._created = new_id("resp"), int(time.time())
         self._teller: Teller | None = None
+        self._reasoning = ""
+        """What was told of thinking: all of it, or what came before the content."""
         self._number = 0
         self._items: list[dict[str, Any]] = []
         self._open = False
@@ -147,7 +149,9 @@ class ResponsesStream:
         yield from self._begin(live)
         assert self._teller is not None
         yield from self._said(self._teller.end(served.samples[0], served.answers[0]))
-        answer = responses_answer(as_shown(served, [self._teller]), self._form)
+        (shown,) = as_shown(served, [self._teller]).answers
+        shown = msgspec.structs.replace(shown, reasoning=self._reasoning or None)
+        answer = responses_answer(msgspec.structs.replace(served, answers=[shown]), self._form)
         answer |= {"id": self._id, "created_at": self._created}
         for known, item in zip(self._items, answer["output"], strict=False):
             item["id"] = known["id"]
@@ -171,7 +175,8 @@ class ResponsesStream:
 
     def _said(self, told: Told) -> Iterator[dict[str, Any]]:
         assert self._teller is not None
-        if told.reasoning:
+        if told.reasoning and not any(item["type"] == "message" for item in self._items):
+            self._reasoning += told.reasoning
             yield from self._ensure("reasoning")
             yield self._event("response.reasoning_summary_text.delta", **self._place("summary"), delta=told.reasoning)
         if told.content:
@@ -180,12 +185,11 @@ class ResponsesStream:
 
     def _ensure(self, kind: str) -> Iterator[dict[str, Any]]:
         """The newest item is of this kind."""
-        assert self._teller is not None
         if self._items and self._items[-1]["type"] == kind:
             return
         if self._items:
-            text = self._teller.shown.reasoning
-            yield from self._close({**self._items[-1], "summary": [{"type": "summary_text", "text": text}]})
+            summary = [{"type": "summary_text", "text": self._reasoning}]
+            yield from self._close({**self._items[-1], "summary": summary})
         empty: dict[str, Any] = {"summary": []} if kind == "reasoning" else {"role": "assistant", "content": []}
         prefix = "rs" if kind == "reasoning" else "msg"
         yield from self._add(kind, {"id": new_id(prefix), "type": kind, **empty})

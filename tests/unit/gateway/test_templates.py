@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.gateway.answers import FAMILIES, load, template_of
+from actors.gateway.chat import Ask, Served
 from actors.gateway.client import Generated, Sample, Span
+from actors.gateway.openai import ChatForm, ResponsesForm
 from actors.gateway.parsing import Parsed, ToolCall
 from actors.gateway.reading import Following, read
 from actors.gateway.serving import Live
+from actors.gateway.streams import ChatStream, ResponsesStream
 from actors.gateway.templates import Template, TemplateError
 from actors.gateway.tokens import Tokens
 from actors.gateway.upstream import Draft, Job
@@ -337,7 +341,8 @@ class Says:
         return await self.whole(job)
 
 
-ASKED = {"messages": [{"role": "user", "content": "hi"}], "tools": TOOLS}
+HI = [{"role": "user", "content": "hi"}]
+ASKED = {"messages": HI, "tools": TOOLS}
 URL = "/v1/chat/completions"
 
 
@@ -360,6 +365,40 @@ async def test_a_familys_answers_are_taken_apart_and_its_tokens_kept(tmp_path: P
     assert "".join(delta.get("content", "") for delta in deltas) == "Wait."
     assert [c["function"]["name"] for delta in deltas for c in delta.get("tool_calls", ())] == ["look"]
     assert deltas[-1]["generation_token_ids"] == says.ids
+
+
+async def test_thinking_behind_content_is_told_by_chat_and_left_out_of_responses_whose_items_are_in_order(
+    tmp_path: Path,
+):
+    tokens = harmony(tmp_path, "gpt_oss")
+    answers = load("auto", tokens)
+    thought = "<|start|>assistant<|channel|>analysis<|message|>hm<|end|>"
+    first = f"<|channel|>commentary<|message|>Wait.<|end|>{thought}"
+    says = Says(tokens, f"{first}<|start|>assistant<|channel|>final<|message|>ok<|return|>")
+    job = Job("s", tokens._tokenizer.encode("<|start|>assistant").ids, 1, 1.0, 99, None, (), 0.0)
+    generated = await says.whole(job)
+    whole = [await answers.parsed(job.prompt_ids, generated.samples[0], None)]
+    assert whole == [Parsed("Wait.\nok", "hm")]
+    served = Served(
+        prompt_ids=job.prompt_ids, samples=generated.samples, answers=whole, held_s=0.0, turn=1, asked=Ask(messages=HI)
+    )
+    told = []
+    for stream in (ChatStream(ChatForm(messages=HI)), ResponsesStream(ResponsesForm(input="hi"))):
+        live, draft = Live(), Draft()
+        live.follow = partial(answers.follow, job.prompt_ids, None)
+        live.drafts = [draft]
+        for size in (18, 45, len(says.ids)):
+            draft.ids = says.ids[:size]
+            told += stream.news(live)
+        told += stream.end(served, live)
+    deltas = [event["choices"][0]["delta"] for event in told if "choices" in event]
+    assert "".join(delta.get("content", "") for delta in deltas) == "Wait.\nok"
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "hm"
+    events = [event for event in told if "type" in event]
+    assert "".join(e["delta"] for e in events if e["type"] == "response.output_text.delta") == "Wait.\nok"
+    assert not [e for e in events if "reasoning" in e["type"]]
+    (item,) = events[-1]["response"]["output"]
+    assert (item["type"], item["content"][0]["text"]) == ("message", "Wait.\nok")
 
 
 async def test_the_tokenizers_own_template_is_taken_and_a_prompt_that_begins_no_answer_has_nothing_of_it(
