@@ -303,14 +303,14 @@ def _parse(data: bytes) -> GenerateForm:
         if "unknown field" in str(error) and "$.sampling" in str(error):
             why = ": tokens are sampled from the whole distribution, because their logprobs must be the policy's own"
         raise DataProblem(f"{error}{why}") from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise DataProblem(f"the body is not JSON: {error}") from error
 
 
 def _opening(data: bytes) -> OpenForm:
     try:
         return _openings.decode(data)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
         raise DataProblem(f"can't open an episode: {error}") from error
 
 

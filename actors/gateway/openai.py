@@ -111,7 +111,7 @@ def _read(kind: Any, data: bytes) -> tuple[Any, dict[str, Any]]:
         form = msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
         raise DataProblem(str(error)) from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise DataProblem(f"the body is not JSON: {error}") from error
     for name, accepted in NEUTRAL.items():
         if name in raw and raw[name] not in accepted:

@@ -221,8 +221,11 @@ def canonical(message: Message) -> dict[str, Any]:
     for name in ("tool_call_id", "name"):
         if isinstance(message.get(name), str):
             said[name] = message[name]
-    if message.get("tool_calls"):
-        said["tool_calls"] = [_call(call) for call in message["tool_calls"]]
+    calls = message.get("tool_calls")
+    if calls:
+        if not isinstance(calls, list):
+            raise DataProblem(f"tool_calls is {type(calls).__name__}; a list of calls is due")
+        said["tool_calls"] = [_call(call) for call in calls]
     return said
 
 
@@ -257,6 +260,8 @@ def _arguments(value: Any) -> Any:
         return json.loads(value) if value else {}
     except ValueError:
         return value
+    except RecursionError as error:
+        raise DataProblem("the arguments of a call are nested too deeply") from error
 
 
 Difference = tuple[int, str]

@@ -134,7 +134,10 @@ class Tokens:
         return await _threaded(size, render, *args)
 
     def _encode(self, text: str, begin: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=begin).ids
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=begin).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise DataProblem("the prompt has half a character (a lone surrogate), which is no text") from error
 
     def _following(self, messages: Messages, carried: int, tools: Tools, template: Any) -> str:
         """The text that the template puts behind the content of message `carried - 1`, the assistant's last answer.
@@ -172,7 +175,7 @@ class Tokens:
                 add_generation_prompt=True,
                 **(template or {}),
             )
-        except (TemplateError, KeyError, TypeError, ValueError, AttributeError) as error:
+        except (TemplateError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise DataProblem(f"the chat template refuses the messages: {type(error).__name__}: {error}") from error
 
     def _load_chat(self) -> Any:
@@ -250,7 +253,7 @@ def _templated(message: Mapping[str, Any]) -> dict[str, Any]:
 def _templated_call(call: Any) -> dict[str, Any]:
     function = {"arguments": {}, **call["function"]}
     if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             function["arguments"] = json.loads(function["arguments"] or "{}")
     return {**call, "type": "function", "function": function}
 

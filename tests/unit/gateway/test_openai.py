@@ -26,6 +26,12 @@ OTHER = [{"role": "user", "content": "ho"}, *ON[1:]]
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 
 
+def _asking(arguments: str) -> str:
+    """A message that calls a tool with this text."""
+    call = {"function": {"name": "look", "arguments": arguments}}
+    return json.dumps({"role": "assistant", "content": "", "tool_calls": [call]})
+
+
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Tokens:
     return Tokens(write_chat_model(tmp_path_factory.mktemp("model"), context=400))
@@ -520,3 +526,37 @@ async def test_a_caller_that_asks_before_it_sends_is_told_to(tokens: Tokens):
             front.url + "/v1/chat/completions", json={"messages": HI}, headers=headers
         ) as response:
             assert response.status == 417
+
+
+DEEP = "[" * 50_000 + "]" * 50_000
+
+
+@pytest.mark.parametrize("base", ["", "/episodes/e"])
+@pytest.mark.parametrize(
+    ("message", "says"),
+    [
+        ('{"role": "user", "content": ' + DEEP + "}", "the body is not JSON: maximum recursion depth"),
+        ('{"role": "user", "content": "\\ud800"}', "the body is not JSON"),
+        ('{"role": "assistant", "tool_calls": 5}', "tool_calls is int; a list of calls is due"),
+        (_asking(DEEP), "the arguments of a call are nested too deeply"),
+        (_asking('{"x": "\\ud800"}'), "the prompt has half a character"),
+    ],
+)
+async def test_what_can_be_no_conversation_is_refused_and_is_no_error_of_ours(
+    tokens: Tokens, base: str, message: str, says: str
+):
+    body = '{"messages": [' + message + ', {"role": "user", "content": "hi"}]}'
+    async with Front(tokens, Policy(tokens, lambda _: "a")) as front:
+        await front.open("e")
+        async with front.http.post(front.url + base + CHAT, data=body) as response:
+            answer = await response.json()
+    assert response.status == 400
+    assert answer["error"]["message"].startswith(says)
+
+
+@pytest.mark.parametrize("content", [DEEP, '"\\ud800"'])
+async def test_a_native_request_or_an_opening_that_is_no_json_is_refused(tokens: Tokens, content: str):
+    async with Front(tokens, Policy(tokens, lambda _: "a")) as front:
+        for path in ("/generate", "/episodes/e"):
+            async with front.http.post(front.url + path, data='{"session": ' + content + "}") as response:
+                assert response.status == 400
