@@ -1,6 +1,6 @@
 """The store of a simulated run: the bus's semantics in plain Python, on virtual time.
 
-`commit` answers and refuses exactly like the Lua script (tests run one table of cases against both).
+`commit` answers and refuses exactly like the bus's (tests/contract/commit_conformance.py is run against both).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pipeline.bus import (
     WorkEntry,
     check_commit,
 )
+from pipeline.bus.sizes import check_size
 
 LIMITS = Limits()
 
@@ -64,7 +65,8 @@ def _number(item: tuple[int, bytes]) -> int:
 class MemoryStore:
     """Streams, registers, journals, payloads of one run. Entry ids are `<n>-0`, n counting all entries of the run."""
 
-    def __init__(self) -> None:
+    def __init__(self, limits: Limits = LIMITS) -> None:
+        self.limits = limits
         self.streams: dict[str, MemoryStream] = defaultdict(MemoryStream)
         self.boots: dict[str, int] = defaultdict(int)
         self.seqs: dict[str, int] = defaultdict(int)
@@ -83,7 +85,7 @@ class MemoryStore:
 
     def copy(self) -> MemoryStore:
         """The store as it is now, as a file that was made durable at this moment."""
-        other = MemoryStore()
+        other = MemoryStore(self.limits)
         for name, stream in self.streams.items():
             other.streams[name] = stream.copy()
         for field in ("boots", "seqs", "registers", "raised_at", "snapshots", "payloads", "archived", "replies"):
@@ -102,20 +104,24 @@ class MemoryStore:
 
     def commit(self, actor: str, commit: Commit) -> Committed:
         """As `Bus.commit`."""
-        check_commit(commit, LIMITS)
-        if self.boots[actor] != commit.boot:
-            raise Fenced(actor, commit.boot, self.boots[actor])
-        if self.seqs[actor] == commit.seq_to and self.replies[actor][0] == commit.seq_from:
+        check_commit(commit, self.limits)
+        boot, last = self.boots.get(actor, 0), self.seqs.get(actor, 0)
+        if boot != commit.boot:
+            raise Fenced(actor, commit.boot, boot)
+        if last == commit.seq_to and self.replies[actor][0] == commit.seq_from:
             return Committed(entries=self.replies[actor][1], again=True)
-        if self.seqs[actor] != commit.seq_from:
-            raise SequenceConflict(actor, commit.seq_from, commit.seq_to, self.seqs[actor])
+        if last != commit.seq_from:
+            raise SequenceConflict(actor, commit.seq_from, commit.seq_to, last)
         lost = [lease for lease in commit.leases if not self._owns(actor, lease)]
         lost += [ack for ack in commit.acks if self._owner(ack) not in (None, actor)]
         if lost:
-            raise LeaseLostError(actor, lost)
+            raise LeaseLostError(actor, tuple(dict.fromkeys(lost)))
+        raised: dict[str, int] = {}
         for name, value in commit.registers:
-            if value <= self.registers[name]:
-                raise RegisterStale(name, value, self.registers[name])
+            current = raised.get(name, self.registers.get(name, 0))
+            if value <= current:
+                raise RegisterStale(name, value, current)
+            raised[name] = value
         self._apply(actor, commit)
         entries = tuple(self.add(stream, data) for stream, data in commit.adds)
         self.replies[actor] = (commit.seq_from, entries)
@@ -138,7 +144,8 @@ class MemoryStore:
             self.snapshots[actor] = (commit.seq_to, commit.snapshot)
 
     def add(self, stream: str, data: bytes) -> str:
-        """Append one entry."""
+        """Append one entry. Raises `TooLarge`."""
+        check_size(f"an entry of {stream}", data, self.limits.entry)
         number = len(self.log) + 1
         self.streams[stream].entries.append((number, data))
         entry = f"{number}-0"
