@@ -6,10 +6,13 @@ Imported by the test modules, which provide `store` as `commit_conformance` says
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
 from pipeline.bus import (
+    Bus,
     BusError,
     Claimed,
     Commit,

@@ -159,7 +159,7 @@ def committed(epoch: int, version: int, engines: tuple[e.Member, ...] = ENGINES)
 def refit(epoch: int, version: int) -> dict[str, Row]:
     """An epoch that commits."""
     offered = e.TransferOffered(
-        epoch=epoch, version=version, trainer_boot=1, address="a", port=1, buckets=(), bytes=1, digest=f"d{epoch}"
+        epoch=epoch, version=version, trainer_boot=1, address="a", port=1, bytes=1, digest=f"d{epoch}"
     )
     loaded = {
         f"load {epoch} {member.actor}": Row(
