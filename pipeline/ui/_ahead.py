@@ -48,7 +48,7 @@ async def ahead(folder: Path) -> AsyncIterator[AsyncIterator[Part]]:
     The iterator raises `Ended`; so does entering, if no process can be started.
     """
     reading, writing = os.pipe()
-    with contextlib.suppress(OSError):  # a bigger pipe is a convenience, of which a user may have only so much
+    with contextlib.suppress(OSError, AttributeError):  # Linux has bigger pipes, of which a user may have only so much
         fcntl.fcntl(reading, fcntl.F_SETPIPE_SZ, PIPE)
     try:
         process = await asyncio.create_subprocess_exec(

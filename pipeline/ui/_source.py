@@ -43,6 +43,11 @@ State = Literal["loading", "live", "lost", "archived"]
 """live: followed in its store; lost: live, but its store does not answer; archived: nobody writes it."""
 
 
+def cores() -> int:
+    """Those that this process may use, where the system tells."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Source:
     """Keeps `data` up with the run. `version` rises whenever there is something new to show."""
 
@@ -106,7 +111,7 @@ class Source:
         if not self._judged:
             await self._tell("loading")
         with uncollected() if self.state == "loading" else nullcontext():
-            if not self._judged and not self._drawn and self.total >= MANY and len(os.sched_getaffinity(0)) > 1:
+            if not self._judged and not self._drawn and self.total >= MANY and cores() > 1:
                 await self._take_together()
             await self._take(self._frames(min(self._judged, self._drawn)))
         await self._tell()

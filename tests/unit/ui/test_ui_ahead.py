@@ -145,7 +145,7 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         merge(self, part)
 
     monkeypatch.setattr(_source, "MANY", 0)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(_source, "cores", lambda: 2)
     monkeypatch.setattr(Drawing, "merge", noted)
     yield came
     assert not [line for line in children() if "_ahead" in line]
