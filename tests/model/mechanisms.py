@@ -13,12 +13,24 @@ from actors.gateway.core import GatewayCore
 from actors.gateway.state import Drain, gate
 from actors.refit.barrier import Barriers
 from actors.refit.core import RefitCore
-from actors.refit.state import Barrier, Seat
+from actors.refit.state import Barrier
 from config.schema import EngineConfig, GatewayConfig, LaunchConfig, RefitConfig
-from contracts.events import DrainPolicy, RefitRequested, TransferStarted
+from contracts.events import DrainPolicy, Rank, RefitRequested, TransferOffered, TransferStarted
 
 Without = set[str]
 """What is taken out; shared by all cores of a model, which first come to serve with everything in."""
+
+
+class MutatedCoordinator(RefitCore):
+    def __init__(self, refit: RefitConfig, engines: int, without: Without) -> None:
+        super().__init__(refit, EngineConfig(count=engines), GatewayConfig(), LaunchConfig())
+        self._without = without
+        self.barriers = self.members.barriers = MutatedBarriers(refit, self, without)
+
+    def _opened(self, turn: Any, input: Any) -> None:
+        if "one request" in self._without:
+            turn.set(phase="opening", barrier=None)
+        super()._opened(turn, input)
 
 
 class MutatedBarriers(Barriers):
@@ -28,11 +40,6 @@ class MutatedBarriers(Barriers):
 
     def epoch_matches(self, barrier: Barrier, event: Any) -> bool:
         return "ack epoch" in self._without or super().epoch_matches(barrier, event)
-
-    def seat(self, barrier: Barrier, engine: str, boot: int) -> Seat | None:
-        if "ack boot" in self._without:
-            return next((s for s in barrier.seats if s.engine == engine), None)
-        return super().seat(barrier, engine, boot)
 
     def digest_accepted(self, offered: str, digest: str) -> bool:
         return "digest" in self._without or super().digest_accepted(offered, digest)
@@ -74,6 +81,19 @@ class MutatedEngineBarriers(EngineBarriers):
         super().__init__(actor, REFIT)
         self._without = without
 
+        offered = self.events[TransferOffered]
+        self.events = {**self.events, TransferOffered: lambda state, event: self._offer(*offered(state, event), event)}
+
+    def _offer(self, state: Any, commands: Any, event: TransferOffered) -> Any:
+        """Without "intent" the engine begins when it is offered something."""
+        if "intent" not in self._without or state.mode != "drained" or event.epoch != state.epoch:
+            return state, commands
+        me = Rank(self._actor, state.boot, 1, 1)
+        begun = TransferStarted(
+            epoch=event.epoch, version=event.version, group="g", fresh=True, members=(me,), world_size=2
+        )
+        return self.started(state, state.part, begun)
+
     def requested(self, state: Any, event: RefitRequested) -> Any:
         after, commands = super().requested(state, event)
         if "drain" in self._without and after.mode == "draining":
@@ -113,8 +133,6 @@ class MutatedGateway(GatewayCore):
 REFIT = RefitConfig(failures=1000, retry_backoff_s=1.0, drain_deadline_s=100.0, deadline_s=1000.0, drain="interrupt")
 
 
-def coordinator(engines: int, without: Without, drain: DrainPolicy) -> RefitCore:
-    refit = replace(REFIT, drain=drain)
-    core = RefitCore(refit, EngineConfig(count=engines), GatewayConfig(), LaunchConfig())
-    core.barriers = core.members.barriers = MutatedBarriers(refit, core, without)
-    return core
+def coordinator(engines: int, without: Without, drain: DrainPolicy, backoff_s: float) -> RefitCore:
+    refit = replace(REFIT, drain=drain, retry_backoff_s=backoff_s)
+    return MutatedCoordinator(refit, engines, without)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections import deque
-from collections.abc import Hashable, Iterator
+from array import array
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import msgspec
@@ -66,50 +66,53 @@ def search(model: Explorable[World], liveness: bool = False, most: int | None = 
 
 
 def _search(model: Explorable[World], liveness: bool, most: int | None) -> Result:
-    parents: dict[World, tuple[World, Label] | None] = {model.start: None}
-    before: dict[World, list[World]] = {}
-    frontier = deque([model.start])
-    alive: set[World] = set()
+    """Worlds are numbered as they are found; `sources[i]` leads to `targets[i]` without a fault."""
+    numbers: dict[World, int] = {model.start: 0}
+    worlds: list[World] = [model.start]
+    found: list[tuple[int, Label] | None] = [None]
+    sources, targets = array("I"), array("I")
+    alive: set[int] = set()
     cut = 0
-    while frontier:
-        if most is not None and len(parents) > most:
+    for number, world in enumerate(worlds):  # it grows meanwhile
+        if most is not None and len(worlds) > most:
             raise TooLarge(f"more than {most} worlds")
-        world = frontier.popleft()
         if wrong := model.wrong(world):
-            return Result(len(parents), cut, wrong, _path(parents, world))
+            return Result(len(worlds), cut, wrong, _path(found, number))
         if model.cut(world):
             cut += 1
-            alive.add(world)
+            alive.add(number)
             continue
         if liveness and model.settled(world):
-            alive.add(world)
+            alive.add(number)
         for label, after, fault in model.moves(world):
-            if after not in parents:
-                parents[after] = (world, label)
-                frontier.append(after)
+            target = numbers.setdefault(after, len(worlds))
+            if target == len(worlds):
+                worlds.append(after)
+                found.append((number, label))
             if liveness and not fault:
-                before.setdefault(after, []).append(world)
+                sources.append(number)
+                targets.append(target)
     if liveness:
-        _spread(alive, before)
-        for world in parents:
-            if world not in alive:
-                return Result(len(parents), cut, "no way leads on from here", _path(parents, world))
-    return Result(len(parents), cut)
+        _spread(alive, sources, targets)
+        for number in range(len(worlds)):
+            if number not in alive:
+                return Result(len(worlds), cut, "no way leads on from here", _path(found, number))
+    return Result(len(worlds), cut)
 
 
-def _spread(alive: set[World], before: dict[World, list[World]]) -> None:
-    """Add whatever leads to a world that is alive."""
-    rest = list(alive)
-    while rest:
-        for world in before.get(rest.pop(), ()):
-            if world not in alive:
-                alive.add(world)
-                rest.append(world)
+def _spread(alive: set[int], sources: Sequence[int], targets: Sequence[int]) -> None:
+    """Add whatever leads to a world that is alive. Most worlds were found before those that they lead to."""
+    size = -1
+    while size != len(alive):
+        size = len(alive)
+        for source, target in zip(reversed(sources), reversed(targets), strict=True):
+            if target in alive:
+                alive.add(source)
 
 
-def _path(parents: dict[World, tuple[World, Label] | None], world: World) -> tuple[str, ...]:
+def _path(found: Sequence[tuple[int, Label] | None], number: int) -> tuple[str, ...]:
     labels = []
-    while (step := parents[world]) is not None:
-        world, label = step
+    while (step := found[number]) is not None:
+        number, label = step
         labels.append(" ".join(map(str, label)))
     return tuple(reversed(labels))

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from actors.buffer.state import State as BufferState
 from actors.engine.state import EngineState
 from actors.gateway import state as gateway
 from actors.refit.state import Log, RefitState, Watch
@@ -29,6 +30,7 @@ from contracts.events import (
     WaitEnded,
     WaitStarted,
 )
+from tests.model.world import Note
 
 TICK = Tick()
 SILENT = (WaitStarted, WaitEnded)
@@ -72,6 +74,8 @@ class Table:
         return known
 
     def _take(self, number: int, input: Any) -> tuple[int, Outputs]:
+        if isinstance(input, Note):
+            input = input.event
         state = self.states[number]
         now = (self.core.wake(state) or 0.0) if input is TICK else 0.0
         after, commands = self.core.step(state, _input(input), now)
@@ -181,6 +185,16 @@ def gate(state: gateway.State, now: float) -> gateway.State:
         interrupted=0,
         last_call=max(state.calls, default=0),
         waits={},
+    )
+
+
+def buffer(state: BufferState, now: float) -> BufferState:
+    """What decides whether tokens count."""
+    return BufferState(
+        versions=dict(sorted(state.versions.items())),
+        sources=state.sources,
+        barred=dict(sorted(state.barred.items())),
+        abandoned=state.abandoned,
     )
 
 

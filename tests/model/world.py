@@ -14,7 +14,28 @@ DUMMY, PARTIAL, OTHER = -1, -2, -3
 FLEET, REFIT = 0, 1
 """The two streams of a sender that the coordinator reads; `policy` counts as the trainer's fleet."""
 
-Queue = tuple[Any, ...]
+
+class Note:
+    """An event in a world. Equal events have one note, so that worlds are hashed and compared without their fields."""
+
+    __slots__ = ("event",)
+
+    def __init__(self, event: Any) -> None:
+        self.event = event
+
+    def __str__(self) -> str:
+        return str(self.event)
+
+
+_notes: dict[Any, Note] = {}
+
+
+def note(event: Any) -> Note:
+    """The one note of this event."""
+    return _notes.get(event) or _notes.setdefault(event, Note(event))
+
+
+Queue = tuple[Note, ...]
 
 
 class Engine(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
@@ -28,11 +49,12 @@ class Engine(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
     core: int
     boot: int = 1
     inbox: Queue = ()
-    ops: Queue = ()
+    ops: tuple[Any, ...] = ()
     receiving: bool = False
     weights: int = DUMMY
     lease: int = 0
     frozen: bool = False
+    given_up: Any = None
 
 
 class Gate(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
@@ -73,7 +95,8 @@ class History(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
     """What the checks need of the past.
 
     `requested` and `committed` are the store's registers. `started`: who the newest transfer was started for; `loads`:
-    who holds the newest epoch's weights, whole; `sources`: (version, engine, boot) of every commit.
+    who holds the newest epoch's weights, whole; `sources`: (version, engine, boot) of every commit; `barred`: who was
+    quarantined since its last commit.
     """
 
     requested: int = 0
@@ -83,14 +106,19 @@ class History(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
     loads: frozenset[Member] = frozenset()
     members: frozenset[Member] = frozenset()
     sources: frozenset[tuple[int, str, int]] = frozenset()
+    barred: frozenset[Member] = frozenset()
 
 
 class World(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
-    """`writes`: the epoch on its way to disk, or 0. `queues`: what the coordinator has not read."""
+    """`buffer` numbers a state of the buffer. `writes`: the epoch on its way to disk, or 0.
+
+    `queues`: what the coordinator has not read.
+    """
 
     coordinator: int
     engines: tuple[Engine, ...]
     gate: Gate
+    buffer: int
     queues: tuple[Queue, ...]
     trainer: Trainer = Trainer()
     calls: tuple[Call, ...] = ()
@@ -105,19 +133,24 @@ class World(msgspec.Struct, frozen=True, cache_hash=True, gc=False):
 def tell(world: World, sender: int, stream: int, *messages: Any) -> World:
     """Append to what the coordinator will read."""
     index, queues = 2 * sender + stream, world.queues
-    return replace(world, queues=(*queues[:index], (*queues[index], *messages), *queues[index + 1 :]))
+    return replace(world, queues=(*queues[:index], (*queues[index], *map(note, messages)), *queues[index + 1 :]))
 
 
 def tell_gate(world: World, inbox: int, *messages: Any) -> World:
     """Append to what the gateway will read."""
     boxes = world.gate.inboxes
-    boxes = (*boxes[:inbox], (*boxes[inbox], *messages), *boxes[inbox + 1 :])
+    boxes = (*boxes[:inbox], (*boxes[inbox], *map(note, messages)), *boxes[inbox + 1 :])
     return replace(world, gate=replace(world.gate, inboxes=boxes))
 
 
 def set_engine(world: World, index: int, **changes: Any) -> World:
-    engines = world.engines
-    return replace(world, engines=(*engines[:index], replace(engines[index], **changes), *engines[index + 1 :]))
+    return put_engine(world, index, replace(world.engines[index], **changes))
+
+
+def put_engine(world: World, index: int, engine: Engine) -> World:
+    engines = list(world.engines)
+    engines[index] = engine
+    return replace(world, engines=tuple(engines))
 
 
 def runs(world: World, index: int) -> bool:
@@ -127,9 +160,21 @@ def runs(world: World, index: int) -> bool:
 
 def move_call(world: World, call: Call, **changes: Any) -> World:
     """Change one call."""
+    return swap_call(world, call, replace(call, **changes))
+
+
+def swap_call(world: World, call: Call, other: Call) -> World:
+    """Put `other` in the place of one call."""
     rest = list(world.calls)
     rest.remove(call)
-    return replace(world, calls=tuple(sorted((*rest, replace(call, **changes)))))
+    return replace(world, calls=tuple(sorted((*rest, other))))
+
+
+def orphan(call: Call) -> Call:
+    """What is left of a call that nobody waits for: while it runs, that it does."""
+    if call.place == "run":
+        return Call("run", 0, call.engine, 0, 0, 0)
+    return replace(call, number=0, aborting=False)
 
 
 def drop_call(world: World, call: Call) -> World:
