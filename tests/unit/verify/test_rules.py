@@ -315,7 +315,7 @@ def test_every_rule_is_documented_and_broken_here() -> None:
     assert said == documented == {rule for rule, _, _ in BROKEN}
 
 
-# --- what is no loss ---
+# --- what is no loss, and what stays one ---
 
 
 def test_a_log_that_keeps_every_promise_has_no_finding_and_says_what_is_owed() -> None:
@@ -348,8 +348,71 @@ def test_any_beginning_of_a_clean_log_is_clean() -> None:
 
 def test_what_is_not_known_to_be_taken_is_not_missed() -> None:
     log = clean()
+    log.remove("lost 6.0")
     log.insert(None, "late", Row(result(0, 1, version=1, attempt=2)))
-    log.insert(None, "depth 3", Row(depth(3, ready=0, open=2)))
+    log.insert(None, "depth 3", Row(depth(3, ready=0, open=1)))
+    assert check(log) == []
+
+
+def test_an_old_result_that_is_not_known_to_be_taken_does_not_age_its_group() -> None:
+    log = clean()
+    a_complete_group_that_outlives_the_staleness_bound(log)
+    log["result 2.0"].change(sources=log["result 2.1"].event.sources)
+    log["batch 3"].cause = None
+    log.insert("batch 3", "again", Row(result(2, 0, version=0, attempt=2)))
+    assert check(log) == []
+
+
+def test_a_sample_that_enters_no_loss_does_not_age_its_group() -> None:
+    log = clean()
+    a_complete_group_that_outlives_the_staleness_bound(log)
+    log["result 2.0"].change(valid=False)
+    assert check(log) == []
+
+
+def test_a_group_stays_complete_when_a_sample_comes_twice() -> None:
+    log = clean()
+    a_complete_group_that_the_buffer_does_not_count(log)
+    log.insert("batch 2", "again", Row(result(4, 1, version=1, attempt=2)))
+    assert {finding.rule for finding in check(log)} == {"accounted"}
+
+
+def test_a_loss_is_told_once() -> None:
+    log = clean()
+    a_complete_group_that_the_buffer_does_not_count(log)
+    log.insert(None, "depth 3", Row(depth(3, ready=0, open=2), "result 6.1"))
+    assert len(check(log)) == 1
+    log = clean()
+    a_complete_group_that_outlives_the_staleness_bound(log)
+    log.insert(None, "batch 4", Row(batch(4)))
+    assert len(check(log)) == 1
+
+
+def test_what_was_taken_stays_taken() -> None:
+    log = clean()
+    a_late_sample_of_a_batched_group_that_nothing_rejects(log)
+    log.insert(None, "reject", Row(rejected(0, 0, "duplicate: the sample has a result"), "result 0.0"))
+    assert [finding.event for finding in check(log)] == [log.envelopes()[log.number("late") - 1].id]
+
+
+def test_a_late_sample_of_a_dropped_group_is_lost_with_it() -> None:
+    log = clean()
+    log.insert("result 4.1", "late", Row(result(3, 1, version=1, attempt=4)))
+    assert check(log) == []
+
+
+def test_a_dead_letter_that_is_read_again_takes_the_place_of_its_original() -> None:
+    log = clean()
+    log.insert("result 4.1", "late", Row(result(0, 1, version=1, attempt=2)))
+    log.insert("result 4.1", "requeued", Row(result(0, 1, version=1, attempt=2)))
+    log["late"].id, log["requeued"].id = "collector-0:1.0", "collector-0:1.0+dead.1-0"
+    log.insert("result 4.1", "reject", Row(rejected(0, 1, "the group is closed"), "requeued"))
+    assert check(log) == []
+
+
+def test_a_grant_that_is_repeated_takes_no_credit_back() -> None:
+    log = clean()
+    log.insert("task 4", "again", Row(e.CreditGranted(total=4)))
     assert check(log) == []
 
 
@@ -365,6 +428,13 @@ def test_a_loss_that_is_announced_late_takes_the_doubt_back() -> None:
     a_complete_group_that_the_buffer_does_not_count(log)
     log.insert(None, "lost", Row(lost(log.number("result 4.0"))))
     assert check(log) == []
+
+
+def test_a_loss_in_another_stream_takes_no_doubt_back() -> None:
+    log = clean()
+    a_complete_group_that_the_buffer_does_not_count(log)
+    log.insert(None, "lost", Row(e.DataLost(stream="tasks", entries=(f"{log.number('result 4.0')}-0",), reason="gone")))
+    assert {finding.rule for finding in check(log)} == {"accounted"}
 
 
 def test_samples_that_are_issued_again_leave_their_group_open() -> None:
