@@ -31,17 +31,30 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Group(msgspec.Struct):
-    """One that is neither in a batch nor dropped. `settled`: sample -> number of its first result in the log."""
+    """One that is neither in a batch nor dropped. `settled`: sample -> number of its first result in the log, of which
+    `first` is the lowest and `last` the highest."""
 
     size: int
     settled: dict[int, int] = {}
     samples: dict[str, Sample] = {}
+    first: int = 0
+    last: int = 0
+
+    def settle(self, sample: int, number: int) -> None:
+        if sample not in self.settled:
+            self.settled[sample] = self.last = number
+            self.first = self.first or number
+
+    def keep(self, settled: dict[int, int]) -> None:
+        """Only these samples have a result."""
+        self.settled = settled
+        self.first, self.last = min(settled.values(), default=0), max(settled.values(), default=0)
 
     def begun(self, taken: int) -> bool:
-        return any(number <= taken for number in self.settled.values())
+        return 0 < self.first <= taken
 
     def complete(self, taken: int) -> bool:
-        return len(self.settled) >= self.size and max(self.settled.values()) <= taken
+        return len(self.settled) >= self.size and self.last <= taken
 
     def oldest(self, taken: int) -> int | None:
         known = [each.oldest for each in self.samples.values() if each.number <= taken and each.oldest is not None]
@@ -88,7 +101,7 @@ class Accounts:
         batch = self._closed.get(event.index)
         group = None if batch is not None else self._groups.setdefault(event.index, Group(event.samples))
         if group is not None:
-            group.settled.setdefault(event.sample, number)
+            group.settle(event.sample, number)
         if isinstance(event, events.TrajectoryFinished) and batch != DROPPED:
             held = self._late if group is None else group.samples
             known = oldest if event.valid else None
@@ -98,14 +111,14 @@ class Accounts:
         """Samples `only` have no result any more."""
         group = self._groups.get(event.index)
         if group is not None:
-            group.settled = {sample: number for sample, number in group.settled.items() if sample not in event.only}
+            group.keep({sample: number for sample, number in group.settled.items() if sample not in event.only})
 
     def lost(self, numbers: set[int]) -> None:
         """Results that will not be read, as the log says."""
         for index, group in self._groups.items():
             settled = {sample: number for sample, number in group.settled.items() if number not in numbers}
             if len(settled) < len(group.settled):
-                group.settled = settled
+                group.keep(settled)
                 self._doubts = [doubt for doubt in self._doubts if index not in doubt.indexes]
             group.samples = {id: each for id, each in group.samples.items() if each.number not in numbers}
         self._late = {id: each for id, each in self._late.items() if each.number not in numbers}
@@ -137,12 +150,14 @@ class Accounts:
 
     def _check_age(self, batch: int, eldest: int, id: str) -> None:
         for index, group in self._groups.items():
+            if index in self._stale or not group.complete(self._taken):
+                continue
             oldest = group.oldest(self._taken)
-            if oldest is None or oldest >= eldest or index in self._stale or not group.complete(self._taken):
+            if oldest is None or oldest >= eldest:
                 continue
             self._stale.add(index)
             message = (
-                f"group {index} is complete since event {max(group.settled.values())} with tokens of step {oldest}; "
+                f"group {index} is complete since event {group.last} with tokens of step {oldest}; "
                 f"batch {batch} may hold none older than {eldest}, and the group was neither trained nor dropped"
             )
             self._doubts.append(Doubt(message, id, frozenset({index})))
