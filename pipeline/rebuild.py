@@ -40,7 +40,8 @@ class Plan(msgspec.Struct, frozen=True):
     """What goes into an empty store. `cut`: number of the last event that counts; what is archived behind it does not.
 
     `states`: actor -> (sequence number, encoded state). `events` are the entries that somebody has yet to read or to
-    ack. `payloads` are the keys that somebody still needs, `unknown` those of them that are not in the archive.
+    ack. `payloads` are the keys of trajectories that somebody still needs; the plan of a transfer is written again by
+    every boot of the trainer.
     """
 
     cut: int

@@ -22,7 +22,7 @@ _NAME = re.compile(r"v(\d{10})-step(\d{8})")
 _SCRATCH = ".scratch-"
 ASIDE = "aside-"
 
-Writer = Callable[[Path], None]
+Writer = Callable[[Path], object]
 """Writes one file at the given path."""
 
 

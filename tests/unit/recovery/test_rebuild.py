@@ -31,6 +31,10 @@ def half_way(seed: int = 1, steps: int = 3) -> World:
     return world
 
 
+PLANS = "plan:"
+"""Every boot of the trainer writes the plan of its transfers again."""
+
+
 def trained(world: World) -> int:
     state = world.actors["trainer"].state
     return 0 if state is None else state.step
@@ -55,7 +59,7 @@ def test_a_whole_archive_gives_the_store_as_it_was(seed: int) -> None:
     assert wanted.cut == len(store.log)
     assert wanted.boots == dict(store.boots)
     assert wanted.registers == {name: value for name, value in store.registers.items() if value}
-    assert set(wanted.payloads) == set(store.payloads)
+    assert set(wanted.payloads) == {key for key in store.payloads if not key.startswith(PLANS)}
     for name, actor in world.actors.items():
         seq, state = wanted.states[name]
         assert seq == store.seqs[name]
