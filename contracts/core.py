@@ -100,6 +100,9 @@ class Core(Protocol[State]):
 
     A core that gets many local inputs one by one may have `pace_s`: so far apart at least are the commits of such
     inputs. A commit costs the same for one input and for many. Events of the log never wait, nor what came before.
+
+    A core that keeps work entries unacked over many boots, by design, has `holds(state, ref)`: whether it has taken the
+    entry. Such an entry is handed out again by each boot, and is never given up for that.
     """
 
     state_type: type[State]

@@ -35,7 +35,7 @@ from actors.trainer.state import (
     TransferBroke,
 )
 from config.schema import RunConfig
-from contracts.core import Ack, Booted, Delivered, Emit, Release, Step
+from contracts.core import Ack, Booted, Delivered, Emit, Ref, Release, Step
 from contracts.events import (
     ActorFailed,
     BatchReady,
@@ -110,6 +110,10 @@ class TrainerCore:
         if state.stopping or state.phase in ("off", "loading", "finished"):
             return {}
         return {"batches": max(0, QUEUE - len(state.queue))}
+
+    def holds(self, state: State, ref: Ref) -> bool:
+        """Whether the batch of this entry is to be trained, or was and waits for its ack."""
+        return any(item.ref == ref for item in (*state.queue, *state.trained, *state.covered.held))
 
     def done(self, state: State) -> bool:
         settled = state.phase in ("idle", "finished") and not state.trained and not state.sending
@@ -208,8 +212,7 @@ class TrainerCore:
     # --- steps ---
 
     def _batch(self, state: State, pending: Pending, now: float) -> Step[State]:
-        held = {item.ref for item in (*state.queue, *state.trained, *state.covered.held)}
-        if pending.ref in held:
+        if self.holds(state, pending.ref):
             return state, ()
         return self._idle(replace(state, queue=(*state.queue, pending)), now)
 

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -32,7 +32,7 @@ BATCH = 64
 LEASE_S = 30.0
 """Idle time after which another reader may take over a work entry; renewed at a quarter of it."""
 DELIVERIES = 8
-"""Times a work entry is handed out before it goes to the dead-letter stream."""
+"""Times a work entry is handed out before it goes to the dead-letter stream, unless the core holds it."""
 
 
 class Runtime:
@@ -64,6 +64,7 @@ class Runtime:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._failure: BaseException | None = None
         self._pace_s: float = getattr(self.core, "pace_s", 0.0)
+        self._holds: Callable[[Any, Ref], bool] = getattr(self.core, "holds", lambda state, ref: False)
         self._paced_until = 0.0
         self._urgent = asyncio.Event()
 
@@ -259,7 +260,8 @@ class Runtime:
 
     async def _take(self, entries: Sequence[WorkEntry]) -> None:
         for item in entries:
-            if item.deliveries > DELIVERIES:
+            ref = Ref(item.stream, item.entry)
+            if item.deliveries > DELIVERIES and not self._holds(self.machine.state, ref):
                 await self._bury(item, f"delivered {item.deliveries} times without an ack")
                 continue
             try:
@@ -267,7 +269,6 @@ class Runtime:
             except ContractError as error:
                 await self._bury(item, str(error))
                 continue
-            ref = Ref(item.stream, item.entry)
             self._held.add(ref)
             self._queued[item.stream] += 1
             self.push([Delivered(ref, envelope, item.deliveries)])

@@ -13,7 +13,7 @@ import pytest
 import structlog
 
 from config.schema import BrokerConfig, RunConfig
-from contracts.core import Ack, Booted, Delivered, Fatal, LeaseLost
+from contracts.core import Ack, Booted, Delivered, Fatal, LeaseLost, Ref
 from contracts.envelope import STREAM_OF, Envelope, decode, encode
 from contracts.events import DataLost, RunStarted, RunStopping, TaskIssued
 from pipeline import broker
@@ -88,6 +88,13 @@ class Paced(Diary):
         if isinstance(input, Said):
             return msgspec.structs.replace(state, lines=(*state.lines, input.line)), ()
         return super().step(state, input, now)
+
+
+class Keeper(Diary):
+    """Keeps what it takes, over its boots."""
+
+    def holds(self, state: Story, ref: Ref) -> bool:
+        return any(line.startswith("task kept") for line in state.lines)
 
 
 class Shell:
@@ -398,6 +405,20 @@ async def test_work_delivered_too_often_is_buried_and_announced(stage: Stage, mo
     (event,) = await until(stage.lost)
     assert (event.entries, event.reason) == ((entry,), "delivered 2 times without an ack")
     assert [letter.origin for letter in await stage.hand.dead.read("tasks")] == [entry]
+
+
+async def test_work_that_an_earlier_boot_took_is_not_given_up_for_its_deliveries(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "DELIVERIES", 1)
+    first = await stage.actor(core=Keeper())
+    await stage.task("kept")
+    await until(lambda: "task kept 1" in lines(first))
+    await stage.bring_to_a_stop(first)
+    second = await stage.actor(core=Keeper())
+    await until(lambda: "task kept 2" in lines(second))
+    assert await stage.lost() == []
+    assert await stage.hand.dead.read("tasks") == []
 
 
 async def test_a_successor_goes_on_where_the_last_boot_ended_and_fences_it(

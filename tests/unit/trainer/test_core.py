@@ -235,6 +235,30 @@ def test_a_redelivered_batch_that_is_already_held_is_not_trained_twice():
     assert driver.feed(batch(1)) == []
 
 
+def test_a_batch_is_held_from_its_arrival_until_two_checkpoints_cover_it():
+    """So the runtime never gives it up, however often the trainer boots."""
+    driver = Driver(every=2)
+    driver.boot()
+    ref = batch(0).ref
+
+    def holds() -> bool:
+        return driver.core.holds(driver.state, ref)
+
+    assert not holds()
+    driver.feed(batch(0))
+    assert holds()
+    for boot in range(2, 12):
+        driver.feed(Booted(boot))
+        driver.feed(trainer.Loaded(version=driver.state.version))
+        assert holds()
+    driver.trained()
+    assert holds()
+    run_batches(driver, 1)
+    assert holds()
+    run_batches(driver, 2, 3)
+    assert not holds()
+
+
 def test_the_last_step_is_saved_before_training_is_declared_finished():
     driver = Driver(steps=1, every=100)
     driver.boot()
