@@ -333,7 +333,7 @@ class TrainerCore:
             return state, ()
         event: Any
         if isinstance(input, Offered):
-            return self._offered(state, input)
+            return self._offered(state, input) if state.sending else (state, ())
         if isinstance(input, Sent):
             event = TransferFinished(epoch=input.epoch, version=input.version, seconds=input.seconds, bytes=input.bytes)
         else:

@@ -396,6 +396,20 @@ def test_a_stopping_trainer_stays_until_the_barrier_does_not_need_it(end: str):
     assert driver.core.done(driver.state)
 
 
+def test_a_copy_that_is_ready_only_after_its_epoch_failed_is_not_offered_and_holds_no_stop_up():
+    driver = Driver()
+    driver.boot()
+    requested = events.RefitRequested(
+        epoch=4, version=0, step=0, engines=(), gateways=(), drain="finish", deadline_at=70.0
+    )
+    driver.feed(delivered(requested))
+    driver.feed(delivered(events.RefitFailed(epoch=4, version=0, phase="drain", reason="no engine is left")))
+    late = trainer.Offered(epoch=4, version=0, address="h", port=1, bytes=9, digest="d", plan="p", plan_bytes=7)
+    assert driver.feed(late) == []
+    driver.feed(delivered(events.RunStopping(reason="trained")))
+    assert driver.core.done(driver.state)
+
+
 def test_late_results_and_requests_of_older_epochs_have_no_effect():
     driver = Driver()
     driver.boot()
