@@ -83,6 +83,11 @@ class Accounts:
         self._short = {"complete": 0, "held": 0}
         self._stale: set[int] = set()
 
+    @property
+    def taken(self) -> int:
+        """Number of the last result that the buffer is known to have taken: it took all before, too."""
+        return self._taken
+
     def caused(self, cause: str | None) -> None:
         """An event followed from `cause`."""
         if cause is not None:

@@ -32,6 +32,14 @@ class Finding(msgspec.Struct, frozen=True):
     event: str | None
 
 
+class Taint(msgspec.Struct):
+    """A result, the `number`-th event of the log, that has tokens of engines which were in quarantine: `sources`."""
+
+    number: int
+    sources: set[Provenance]
+    message: str
+
+
 class Summary(msgspec.Struct, frozen=True):
     """What the log amounts to. `owed` tasks are neither trained nor dropped: a resume goes on with them.
 
@@ -68,7 +76,7 @@ class Verifier:
         self._credit = 0
         self._accounts = Accounts(max_staleness)
         self._barred: dict[Member, int] = {}
-        self._tainted: dict[str, str] = {}
+        self._tainted: dict[str, Taint] = {}
         self._number = 0
         self._cause: str | None = None
         self._findings: list[Finding] = []
@@ -166,10 +174,20 @@ class Verifier:
     def _on_trajectory_finished(self, event: events.TrajectoryFinished) -> None:
         if event.split == "train":
             self._sources[event.payload.key] = event.sources
-            barred = [source for source in event.sources if Member(source.engine, source.boot) in self._barred]
+            barred = {source for source in event.sources if Member(source.engine, source.boot) in self._barred}
             if barred:
-                epoch = self._barred[Member(barred[0].engine, barred[0].boot)]
-                self._tainted[event.payload.key] = f"{barred[0]}, finished while epoch {epoch}'s quarantine lasted"
+                first = next(source for source in event.sources if source in barred)
+                epoch = self._barred[Member(first.engine, first.boot)]
+                message = f"{first}, finished while epoch {epoch}'s quarantine lasted"
+                self._tainted[event.payload.key] = Taint(self._number, barred, message)
+
+    def _let_in_again(self, sources: set[Provenance]) -> None:
+        """What the buffer has yet to take of these may be read behind the commit that they are of."""
+        for key, taint in list(self._tainted.items()):
+            if taint.number > self._accounts.taken:
+                taint.sources -= sources
+                if not taint.sources:
+                    del self._tainted[key]
 
     def _on_trajectory_rejected(self, event: events.TrajectoryRejected) -> None:
         if not event.reason:
@@ -220,7 +238,8 @@ class Verifier:
                 )
         if sample.payload.key in self._tainted:
             self._find(
-                "quarantine", f"sample {name} of batch {batch} has tokens of {self._tainted[sample.payload.key]}"
+                "quarantine",
+                f"sample {name} of batch {batch} has tokens of {self._tainted[sample.payload.key].message}",
             )
         lag = self._lag(batch, sources)
         if lag is not None and lag != sample.lag:
@@ -314,6 +333,7 @@ class Verifier:
         last = self._last_commit
         if last is not None and event.version < last.version:
             self._find("commits-rise", f"version {event.version} committed after {last.version}")
+        self._let_in_again({Provenance(event.version, engine.actor, engine.boot) for engine in event.engines})
         for member in event.engines:
             self._barred.pop(member, None)
             digest = self._loaded.get((event.epoch, member.actor, member.boot))

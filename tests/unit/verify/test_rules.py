@@ -27,6 +27,7 @@ from kept import (
     group,
     lost,
     ref,
+    refit,
     rejected,
     requested,
     result,
@@ -450,6 +451,27 @@ def test_what_an_engine_finished_before_its_quarantine_and_after_it_may_be_train
     log["result 6.1"].change(sources=(e.Provenance(2, "engine-1", 1),))
     log.insert(None, "batch 3", Row(batch(3, group(6, ref(6, 1)))))
     assert check(log) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "taken", "rules"), [(1, False, []), (0, False, ["quarantine"]), (1, True, ["quarantine"])]
+)
+def test_a_result_of_a_quarantine_may_be_trained_on_if_it_is_read_behind_a_commit_of_its_version(
+    version: int, taken: bool, rules: list[str]
+) -> None:
+    log = clean()
+    log.remove("request 3", "fail 3")
+    log.move("quarantine", before="result 4.1")
+    log["quarantine"].change(epoch=2)
+    log["result 4.1"].change(sources=(e.Provenance(version, "engine-1", 1),))
+    log["batch 2"].change(
+        groups=(group(2, ref(2, 0, lag=1), ref(2, 1)), group(4, ref(4, 0), ref(4, 1, lag=1 - version)))
+    )
+    if taken:
+        log.insert("batch 2", "credit 4", Row(e.CreditGranted(total=7), "result 4.1"))
+    for label, row in refit(3, version=1).items():
+        log.insert("batch 2", label, row)
+    assert [finding.rule for finding in check(log)] == rules
 
 
 def test_a_trainer_that_falls_back_trains_its_batches_again() -> None:
