@@ -202,10 +202,13 @@ class RunDir:
         return info
 
     def adopt(self, config: RunConfig, era: Era) -> None:
-        """Go on under other settings; `era` is what they replace."""
+        """Go on under other settings; `era` is what they replace.
+
+        run.json is written last: after a crash between the two, config.yaml brings the new settings to the next resume.
+        """
         info = self.info()
-        self.update(eras=(*info.eras, era), config=msgspec.to_builtins(config), config_digest=loading.digest(config))
         atomic.write(self.path / "config.yaml", loading.dump(config).encode())
+        self.update(eras=(*info.eras, era), config=msgspec.to_builtins(config), config_digest=loading.digest(config))
 
     # --- ownership ---
 

@@ -11,11 +11,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from story import Story  # pyright: ignore[reportMissingImports] - pytest puts its folder on the path
 
 from config import loading
-from pipeline import rundir
+from pipeline import resuming, rundir
 from pipeline.errors import Exit, PipelineError
 from pipeline.rundir import FOLDERS, RunDir, RunInfo
 
@@ -202,3 +203,24 @@ def test_a_run_is_driven_while_its_driver_holds_it(tmp_path: Path) -> None:
     run.unlock()
     (run / "lock").unlink()
     assert not run.driven()
+
+
+def test_settings_that_were_adopted_half_are_those_of_the_next_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDir.create(tmp_path / "run", info(), loading.dump(CONFIG))
+    changed = msgspec.structs.replace(CONFIG, steps=CONFIG.steps + 1)
+    written: list[Path] = []
+
+    def crash(path: Path, data: bytes) -> None:
+        if written:
+            raise OSError(errno.EIO, "crashed", str(path))
+        written.append(path)
+        path.write_bytes(data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rundir.atomic, "write", crash)
+        with pytest.raises(OSError, match="crashed"):
+            run.adopt(changed, rundir.Era(msgspec.to_builtins(CONFIG), {}))
+    before = rundir.config_of(run)
+    assert resuming.changes(before, resuming.written(run, before)) == {"steps": (CONFIG.steps, CONFIG.steps + 1)}
