@@ -98,11 +98,13 @@ class TrainerShell:
         return self._plans[handle]
 
     async def close(self) -> None:
+        self._policy_thread.shutdown(wait=False, cancel_futures=True)
+        if self._overdue:  # what hangs may be the device, and then so would this
+            return
         if hasattr(self, "_sender"):  # not if the start failed
             self._sender.close()
-        if self._policy is not None and not self._overdue:
+        if self._policy is not None:
             await asyncio.to_thread(self._policy.close)
-        self._policy_thread.shutdown(wait=False, cancel_futures=True)
 
     async def _on_policy_thread(self, what: str, work: Callable[[], T], *also: str) -> T:
         """Bounded by trainer.step_deadline_s, the settings `also`, and a margin in which ranks say which of them hangs.

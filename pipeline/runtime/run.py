@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,7 @@ import structlog
 from actors import registry
 from actors.startup import uncollected
 from config.schema import RunConfig
-from contracts.core import Fatal
+from contracts.core import Fatal, Overdue
 from contracts.envelope import STREAM_OF, Envelope, encode
 from contracts.events import ActorFailed, ActorLeft
 from pipeline import logs
@@ -57,6 +58,8 @@ async def _run(name: str, url: str, run: str, run_dir: Path) -> str:
         log.error("actor failed", error=type(error).__name__, message=str(error), fatal=fatal, exc_info=not fatal)
         with contextlib.suppress(Exception):
             await _report(bus, run, name, error, fatal)
+        if isinstance(error, Overdue):  # the end of the loop would wait for its threads, which may hang too
+            asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
         raise
     finally:
         await bus.close()

@@ -335,7 +335,7 @@ async def test_a_policy_that_hangs_ends_the_trainer_at_its_deadline(
     deadlines = TrainerConfig(start_deadline_s=SOON_S, step_deadline_s=SOON_S, export_deadline_s=SOON_S)
     shell = TrainerShell(RunConfig(trainer=deadlines))
     shell._context, shell._checkpoints = SimpleNamespace(payloads=payloads, run="r"), tmp_path  # type: ignore[assignment]
-    shell._sender = SimpleNamespace(close=lambda: None)  # type: ignore[assignment]
+    shell._sender = SimpleNamespace(close=hang)  # type: ignore[assignment]
     if name != "Load":
         shell._policy = SimpleNamespace(train_step=hang, save=hang, close=hang)  # type: ignore[assignment]
     async with asyncio.timeout(LATE_S):
@@ -365,6 +365,48 @@ pipeline.single.run("trainer", "d")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=LATE_S)
     assert done.returncode == 1
     assert done.stderr == "trainer: step 7: not done in 1 s (trainer.step_deadline_s); start it again\n"
+
+
+def test_the_end_of_an_actor_that_is_overdue_waits_for_none_of_its_threads() -> None:
+    program = """
+import asyncio, os, threading, types
+import msgspec
+from config.schema import RunConfig
+from contracts.core import Overdue
+from pipeline.runtime import run
+
+class Bus:
+    @staticmethod
+    async def connect(*_, **__):
+        return Bus()
+    async def get_config(self):
+        return msgspec.json.encode(RunConfig())
+    async def post(self, stream, data):
+        pass
+    async def close(self):
+        pass
+
+class Runtime:
+    def __init__(self, *_):
+        pass
+    async def run(self):
+        began = threading.Event()
+        hung = asyncio.create_task(asyncio.to_thread(lambda: (began.set(), threading.Event().wait())))
+        await asyncio.to_thread(began.wait)
+        raise Overdue("step 7")
+
+run.Bus, run.Runtime = Bus, Runtime
+run.registry = types.SimpleNamespace(build=lambda *_: None)
+run.logs = types.SimpleNamespace(configure=lambda *_: None)
+try:
+    run.run_actor("trainer", "redis://x", "r", None)
+except Overdue as error:
+    print(error, flush=True)
+os._exit(7)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60.0)
+    assert done.returncode == 7, done.stderr
+    assert done.stdout.endswith("step 7\n")
 
 
 # --- the coordinator -------------------------------------------------------------------------------------------------
