@@ -1,4 +1,4 @@
-"""Performs what the trainer's core decides: one thread for the policy, one for a transfer.
+"""Performs what the trainer's core decides: one thread for the policy, one for offers, one for a transfer.
 
 The event loop is never blocked: training, saving and loading run on the policy's thread, a broadcast on a thread that
 may be abandoned at its deadline, so that a step and a transfer overlap. What hangs on the policy's thread, such as a
@@ -55,6 +55,8 @@ class TrainerShell:
         self._config = config
         self._policy: PolicyBackend | None = None
         self._policy_thread = ThreadPoolExecutor(1, thread_name_prefix="policy")
+        self._offer_thread = ThreadPoolExecutor(1, thread_name_prefix="offer")
+        """One that is late must not replace a later one, so each begins when those before it are over."""
         self._copies: dict[int, list[tuple[str, Any]]] = {}
         self._plans: dict[str, bytes] = {}
         self._overdue = False
@@ -98,7 +100,8 @@ class TrainerShell:
         return self._plans[handle]
 
     async def close(self) -> None:
-        self._policy_thread.shutdown(wait=False, cancel_futures=True)
+        for thread in (self._policy_thread, self._offer_thread):
+            thread.shutdown(wait=False, cancel_futures=True)
         if self._overdue:  # what hangs may be the device, and then so would this
             return
         if hasattr(self, "_sender"):  # not if the start failed
@@ -213,7 +216,8 @@ class TrainerShell:
             return TransferBroke(epoch=command.epoch, phase="offer", error="VersionGone", reason=reason)
         try:
             async with asyncio.timeout(command.timeout):
-                offer, handle, size = await asyncio.to_thread(self._planned, tensors)
+                planned = asyncio.get_running_loop().run_in_executor(self._offer_thread, self._planned, tensors)
+                offer, handle, size = await planned
         except TimeoutError:
             reason = f"the copy was not ready in {command.timeout:.3g} s"
             return TransferBroke(epoch=command.epoch, phase="offer", error="Deadline", reason=reason)

@@ -307,6 +307,34 @@ async def test_an_offer_that_takes_too_long_breaks_the_transfer() -> None:
     await shell.close()
 
 
+async def test_an_offer_that_is_late_does_not_replace_a_later_one() -> None:
+    shell = TrainerShell(RunConfig())
+    release, second = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def offered(tensors: list[str]) -> Any:
+        (version,) = tensors
+        order.append(f"{version} begins")
+        if version == "first":
+            release.wait(LATE_S)
+        else:
+            second.set()
+        order.append(f"{version} is offered")
+        whole = {"bytes": 0, "digest": version, "checksum": "mix64", "note": ""}
+        return SimpleNamespace(address="a", port=1, buckets=(), **whole)
+
+    shell._sender = SimpleNamespace(offer=offered, close=lambda: None)  # type: ignore[assignment]
+    shell._context = SimpleNamespace(log=SimpleNamespace(info=lambda *_, **__: None))  # type: ignore[assignment]
+    shell._copies = {3: ["first"], 4: ["second"]}  # type: ignore[assignment]
+    assert isinstance(await shell.perform(Offer(epoch=2, version=3, timeout=SOON_S)), TransferBroke)
+    later = asyncio.create_task(shell.perform(Offer(epoch=3, version=4, timeout=LATE_S)))
+    await asyncio.to_thread(second.wait, SOON_S)
+    release.set()
+    assert (await later).digest == "second"  # type: ignore[union-attr]
+    assert order == ["first begins", "first is offered", "second begins", "second is offered"]
+    await shell.close()
+
+
 POLICY = {
     "Load": Load(path=None, version=0),
     "Train": Train(BatchReady(batch=1, groups=()), step=1, version=1),
