@@ -76,8 +76,8 @@ class Log:
             found = ((number(entry.entry), entry.data) for entry in self._entries())
             self._bodies[wanted] = {
                 place: msgspec.msgpack.decode(data)["body"]
-                for place, data in found
-                if kind(self.by_position[place].body) == wanted
+                for place, data in found  # a run that goes on has more of them by now
+                if place in self.by_position and kind(self.by_position[place].body) == wanted
             }
         return self._bodies[wanted].get(position)
 

@@ -196,6 +196,13 @@ def test_a_log_from_before_an_event_had_a_field_is_compared_without_it(scene: Sc
     )
 
 
+def test_what_a_run_that_goes_on_has_added_since_its_log_was_read_is_left_out(scene: Scene):
+    entries = scene.world.store.log
+    *read, _ = entries
+    log = Log([(number(e.entry), decode(e.stream, e.data)) for e in read], lambda: entries)
+    assert log.written(number(read[-1].entry)) == msgspec.msgpack.decode(read[-1].data)["body"]
+
+
 def test_an_absent_field_hides_no_other_difference(scene: Scene, recorded: Recorded):
     past = older(scene, recorded, "fingerprint")
     track = past.tracks["engine-0"]
