@@ -220,6 +220,7 @@ class CheckpointConfig(Section, frozen=True, kw_only=True):
     every: Steps = 1
     """Optimizer steps between checkpoints; the last step is always saved."""
     keep: Steps = 2
+    """Newest checkpoints that stay; so do those of the last minute."""
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):

@@ -43,6 +43,9 @@ T = TypeVar("T")
 
 MARGIN_S = 10.0
 """A process of several ranks has these deadlines of its own, and then says more."""
+YOUNG_S = 60.0
+"""A checkpoint stays for so long at least: a lost store is rebuilt from the archive, which is behind it by less, and
+knows of no newer one then."""
 COPIES = 2
 """Versions whose frozen copy is kept: one that may be in transfer, one that the next refit takes."""
 
@@ -195,7 +198,7 @@ class TrainerShell:
     def _prune(self) -> None:
         from actors.trainer import checkpoint
 
-        checkpoint.prune(self._checkpoints, self._config.checkpoint.keep)
+        checkpoint.prune(self._checkpoints, self._config.checkpoint.keep, YOUNG_S)
 
     def _freeze(self, version: int) -> None:
         """Keep a copy of the weights as they are now: the next step changes them in place."""

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -95,11 +96,15 @@ def own(root: Path, recorded: str) -> Path:
     return root / Path(recorded).name
 
 
-def prune(root: Path, keep: int) -> list[Path]:
-    """Delete all but the `keep` >= 1 newest checkpoints and what interrupted writes left; answers the former."""
+def prune(root: Path, keep: int, young_s: float = 0.0) -> list[Path]:
+    """Delete all but the `keep` >= 1 newest checkpoints and what interrupted writes left; answers the former.
+
+    One that was written less than `young_s` seconds ago stays, however many are newer.
+    """
     if keep < 1:
         raise ValueError(f"checkpoint.keep={keep} would delete the newest checkpoint; use 1 or more")
-    removed = _all(root)[:-keep]
+    young = time.time() - young_s
+    removed = [path for path in _all(root)[:-keep] if path.stat().st_mtime <= young]
     for path in removed:
         # Renamed first, so that a crash half way through the deletion leaves nothing that looks like a checkpoint.
         scratch = path.with_name(f"{_SCRATCH}{path.name}")

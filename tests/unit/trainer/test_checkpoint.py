@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,15 @@ def test_pruning_never_deletes_the_newest(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"checkpoint\.keep=0"):
         checkpoint.prune(tmp_path, 0)
     assert checkpoint.prune(tmp_path, 3) == []
+
+
+def test_a_checkpoint_that_the_archive_may_be_behind_stays_however_many_are_newer(tmp_path: Path) -> None:
+    paths = [checkpoint.directory(tmp_path, version, version) for version in range(1, 5)]
+    for path in paths:
+        checkpoint.write(path, {"weights": lambda file: file.write_bytes(b"x")}, {})
+    os.utime(paths[0], (0, 0))
+    assert checkpoint.prune(tmp_path, 1, 3600.0) == paths[:1]
+    assert sorted(tmp_path.iterdir()) == paths[1:]
 
 
 def test_checkpoints_that_a_log_does_not_know_are_moved_out_of_the_way(tmp_path: Path) -> None:
