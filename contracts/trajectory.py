@@ -82,7 +82,7 @@ def decode(data: bytes) -> Trajectory:
     """Decode and check. Raises `TrajectoryError`."""
     try:
         trajectory = _decoder.decode(data)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except msgspec.DecodeError as error:
         raise TrajectoryError(f"not a trajectory: {error}") from error
     for number, sequence in enumerate(trajectory.sequences):
         check(sequence, f"task {trajectory.task} sample {trajectory.sample} sequence {number}")

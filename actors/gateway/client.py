@@ -218,7 +218,7 @@ class GatewayClient:
             if status == 200:
                 return answers.decode(data)
             error = _error.decode(data).error
-        except (msgspec.DecodeError, msgspec.ValidationError) as malformed:
+        except msgspec.DecodeError as malformed:
             raise InfraProblem(f"{self.url} answered {status} with {data[:200]!r}: {malformed}") from malformed
         raise PROBLEMS.get(error.type, InfraProblem)(error.message)
 

@@ -310,7 +310,7 @@ def _parse(data: bytes) -> GenerateForm:
 def _opening(data: bytes) -> OpenForm:
     try:
         return _openings.decode(data)
-    except (msgspec.ValidationError, msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise DataProblem(f"can't open an episode: {error}") from error
 
 

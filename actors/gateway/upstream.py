@@ -148,7 +148,7 @@ def absorb(
     """
     try:
         answers = _answers.decode(data)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except msgspec.DecodeError as error:
         raise AnswerError(f"the answer is not a generation: {error}") from error
     answers = answers if isinstance(answers, list) else [answers]
     if len(answers) != len(call.samples):
@@ -205,7 +205,7 @@ class Arriving:
     def _take(self, data: bytes) -> None:
         try:
             answer = _events.decode(data)
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+        except msgspec.DecodeError as error:
             raise AnswerError(f"an event is not a generation: {error}: {data[:200]!r}") from error
         if not 0 <= answer.index < len(self._counts):
             raise AnswerError(f"an event has index {answer.index}, {len(self._counts)} prompts were sent")

@@ -126,7 +126,7 @@ class RecorderShell:
         """How far the kept metrics reach; nothing if there are none, or they reach beyond this archive."""
         try:
             kept = msgspec.msgpack.decode(path.read_bytes(), type=Kept)
-        except (FileNotFoundError, msgspec.DecodeError, msgspec.ValidationError):
+        except (FileNotFoundError, msgspec.DecodeError):
             return {}
         last = self._events.last
         if any(number(entry) > number(last.get(stream, START)) for stream, entry in kept.seen.items()):

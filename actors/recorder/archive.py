@@ -265,7 +265,7 @@ def read_index(folder: Path) -> Index:
         return Index()
     try:
         return msgspec.json.decode(path.read_bytes(), type=Index)
-    except (msgspec.DecodeError, msgspec.ValidationError) as error:
+    except msgspec.DecodeError as error:
         raise ArchiveError(f"{path} is damaged: {error}; delete it, it is made anew from the segments") from error
 
 

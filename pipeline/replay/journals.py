@@ -42,7 +42,7 @@ class Reader:
         """The state of a snapshot; None if this version has another form of it."""
         try:
             return self._states.decode(data)
-        except (msgspec.ValidationError, msgspec.DecodeError):
+        except msgspec.DecodeError:
             return None
 
 

@@ -72,7 +72,7 @@ def slimmed(entries: Sequence[Entry], behind: int) -> Batch | None:
     try:
         data = [entry.data for entry in entries]
         found = _decoder.decode(b"".join((b"\xdd", len(data).to_bytes(4, "big"), *data)))
-    except (msgspec.DecodeError, msgspec.ValidationError):
+    except msgspec.DecodeError:
         return None
     streams = [entry.stream for entry in entries]
     if [_STREAMS[type(each.body)] for each in found] != streams or max([each.schema for each in found]) > SCHEMA:

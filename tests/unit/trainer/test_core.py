@@ -20,6 +20,13 @@ from contracts.events import BatchReady, GroupRef, PayloadRef, SampleRef
 from pipeline.runtime.journal import Journal
 
 
+def asked(epoch: int) -> events.RefitRequested:
+    """A refit to the version that a fresh run has."""
+    return events.RefitRequested(
+        epoch=epoch, version=0, step=0, engines=(), gateways=(), drain="finish", deadline_at=70.0
+    )
+
+
 def delivered(body: Any, entry: str = "1-0") -> Any:
     stream = STREAM_OF[type(body)]
     envelope = Envelope(id="x:1.0", run="r", stream=stream, actor="x", boot=1, epoch=0, wall_ns=0, mono_ns=0, body=body)
@@ -322,9 +329,7 @@ def test_a_transfer_is_offered_sent_and_reported_under_its_epoch():
     driver = Driver()
     driver.boot()
     driver.now = 10.0
-    requested = events.RefitRequested(
-        epoch=4, version=0, step=0, engines=(), gateways=(), drain="finish", deadline_at=70.0
-    )
+    requested = asked(4)
     assert driver.feed(delivered(requested)) == [trainer.Abandon(3), trainer.Offer(4, 0, 60.0)]
     assert driver.feed(delivered(requested)) == []
     offered = trainer.Offered(epoch=4, version=0, address="h", port=1, bytes=9, digest="d", plan="p", plan_bytes=7)
@@ -337,10 +342,7 @@ def test_a_transfer_is_offered_sent_and_reported_under_its_epoch():
 
 def offer(driver: Driver, epoch: int, plan: str = "p") -> tuple[PayloadRef, str | None, tuple[str, ...]]:
     """Where the plan of an offer is kept, what is written there, and what is released."""
-    requested = events.RefitRequested(
-        epoch=epoch, version=0, step=0, engines=(), gateways=(), drain="finish", deadline_at=70.0
-    )
-    driver.feed(delivered(requested))
+    driver.feed(delivered(asked(epoch)))
     offered = trainer.Offered(
         epoch=epoch, version=0, address="h", port=1, bytes=9, digest="d", plan=plan, plan_bytes=len(plan)
     )
@@ -374,10 +376,7 @@ def test_a_plan_that_engines_may_not_have_got_is_written_anew():
 def test_a_stopping_trainer_stays_until_the_barrier_does_not_need_it(end: str):
     driver = Driver()
     driver.boot()
-    requested = events.RefitRequested(
-        epoch=4, version=0, step=0, engines=(), gateways=(), drain="finish", deadline_at=70.0
-    )
-    driver.feed(delivered(requested))
+    driver.feed(delivered(asked(4)))
     driver.feed(delivered(events.RunStopping(reason="trained")))
     assert not driver.core.done(driver.state)
     driver.feed(trainer.Offered(epoch=4, version=0, address="h", port=1, bytes=9, digest="d", plan="p", plan_bytes=7))
@@ -399,10 +398,7 @@ def test_a_stopping_trainer_stays_until_the_barrier_does_not_need_it(end: str):
 def test_a_copy_that_is_ready_only_after_its_epoch_failed_is_not_offered_and_holds_no_stop_up():
     driver = Driver()
     driver.boot()
-    requested = events.RefitRequested(
-        epoch=4, version=0, step=0, engines=(), gateways=(), drain="finish", deadline_at=70.0
-    )
-    driver.feed(delivered(requested))
+    driver.feed(delivered(asked(4)))
     driver.feed(delivered(events.RefitFailed(epoch=4, version=0, phase="drain", reason="no engine is left")))
     late = trainer.Offered(epoch=4, version=0, address="h", port=1, bytes=9, digest="d", plan="p", plan_bytes=7)
     assert driver.feed(late) == []
@@ -413,10 +409,7 @@ def test_a_copy_that_is_ready_only_after_its_epoch_failed_is_not_offered_and_hol
 def test_late_results_and_requests_of_older_epochs_have_no_effect():
     driver = Driver()
     driver.boot()
-    requested = events.RefitRequested(
-        epoch=4, version=0, step=0, engines=(), gateways=(), drain="finish", deadline_at=70.0
-    )
-    driver.feed(delivered(requested))
+    driver.feed(delivered(asked(4)))
     assert driver.feed(trainer.Sent(epoch=3, version=0, seconds=1.0, bytes=9)) == []
     old = events.TransferStarted(epoch=3, version=0, group="g", fresh=True, members=(), world_size=3)
     assert driver.feed(delivered(old)) == []
@@ -431,10 +424,7 @@ def test_late_results_and_requests_of_older_epochs_have_no_effect():
 def test_a_broken_or_failed_transfer_is_reported_and_abandoned():
     driver = Driver()
     driver.boot()
-    requested = events.RefitRequested(
-        epoch=1, version=0, step=0, engines=(), gateways=(), drain="finish", deadline_at=70.0
-    )
-    driver.feed(delivered(requested))
+    driver.feed(delivered(asked(1)))
     broke = trainer.TransferBroke(epoch=1, phase="join", error="TimeoutError", reason="engine-1 never came")
     assert emitted(driver.feed(broke))[0] == events.TransferFailed(
         epoch=1, phase="join", error="TimeoutError", reason="engine-1 never came"
