@@ -4,10 +4,10 @@
     python -m tests.lanes.gpu.run_up --python ENV/bin/python --only nccl,sync
     python -m tests.lanes.gpu.run_up --try                            # the script itself, on a CPU, in some minutes
 
-`nccl` and `ipc` start their SGLang server themselves. The others use one that this script starts beside them on the
-second GPU and keeps, so that they are over sooner. Variants that are not timed run beside those; then that server is
-measured alone, and then those whose times are compared have the machine to themselves. A variant that fails, or is not
-done in its time, keeps no other from running. What is left of them goes to $OUT.
+Variants that start a SGLang server of their own do so all at once. The others use one that this script starts beside
+them on the second GPU and keeps, so that they are over sooner: first those that are not timed, one after the other;
+then, with the machine to itself, that server is measured alone, and after it those whose times are compared. A variant
+that fails, or is not done in its time, keeps no other from running. What is left of them goes to $OUT.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ LOG_BYTES = 200_000
 
 
 class Variant(msgspec.Struct, frozen=True):
-    """`settings` of a run. `own`: it starts its server itself. `timed`: it runs alone. `rises`: the reward must."""
+    """`settings` of a run. `own`: it starts its server itself. `timed`: it runs alone. `rises`: the reward must.
+
+    `colocated`: trainer and engine share the last GPU, and weights go over ipc.
+    """
 
     name: str
     gpus: int
@@ -66,6 +69,7 @@ class Variant(msgspec.Struct, frozen=True):
     own: bool = False
     timed: bool = False
     rises: bool = False
+    colocated: bool = False
     settings: tuple[str, ...] = ()
 
 
@@ -78,30 +82,33 @@ BOUND = (
 )
 """Generation takes longer than training, and goes on doing so: answers stay as long as they are."""
 VARIANTS = (
-    Variant("ipc", 1, 40, 220.0, own=True, rises=True, settings=("engine.gpus=[0]", "refit.transport=ipc")),
+    Variant("ipc", 1, 40, 260.0, own=True, rises=True, colocated=True),
     Variant(
         "ipc-release",
         1,
         8,
-        240.0,
+        260.0,
         own=True,
-        settings=(
-            "engine.gpus=[0]",
-            "refit.transport=ipc",
-            "sync=true",
-            "engine.release=all",
-            "trainer.offload=optimizer",
-        ),
+        colocated=True,
+        settings=("sync=true", "engine.release=all", "trainer.offload=optimizer"),
+    ),
+    Variant("ipc-megatron", 1, 40, 260.0, own=True, rises=True, colocated=True, settings=("trainer.backend=megatron",)),
+    Variant("nccl", 2, 40, 260.0, own=True, rises=True),
+    Variant("megatron", 2, 40, 150.0, rises=True, settings=("trainer.backend=megatron",)),
+    Variant(
+        "megatron-tp",
+        2,
+        8,
+        90.0,
+        settings=("trainer.backend=megatron", "trainer.ranks=2", "trainer.megatron.tensor_parallel=2"),
     ),
     Variant(
-        "ipc-megatron",
-        1,
-        10,
-        120.0,
-        own=True,
-        settings=("engine.gpus=[0]", "refit.transport=ipc", "trainer.backend=megatron"),
+        "megatron-pp",
+        2,
+        8,
+        90.0,
+        settings=("trainer.backend=megatron", "trainer.ranks=2", "trainer.megatron.pipeline_parallel=2"),
     ),
-    Variant("megatron", 2, 20, 150.0, settings=("trainer.backend=megatron",)),
     Variant(
         "fsdp",
         2,
@@ -111,7 +118,6 @@ VARIANTS = (
     ),
     Variant("async", 2, 14, 100.0, timed=True, settings=(*BOUND, "refit.drain=interrupt")),
     Variant("sync", 2, 14, 110.0, timed=True, settings=(*BOUND, "sync=true")),
-    Variant("nccl", 2, 40, 260.0, own=True, rises=True),
 )
 
 
@@ -133,6 +139,8 @@ class Lane:
         self.out = Path(os.environ.get("OUT") or tempfile.mkdtemp(prefix="sluice-up-"))
         self.work = Path(tempfile.mkdtemp(prefix="sluice-runs-"))
         self.results: list[dict[str, Any]] = []
+        self.count = 2 if args.dry else torch.cuda.device_count()
+        self.last = self.count - 1
 
     @property
     def left_s(self) -> float:
@@ -150,16 +158,18 @@ class Lane:
         """Recipe and settings of a variant; with `url` it uses the server there."""
         recipe, *settings = self.common()
         steps = 6 if self.args.dry else variant.steps
-        words = [recipe, f"run_dir={self.work / variant.name}", *settings, *variant.settings, f"steps={steps}"]
-        if self.args.dry:
-            words = [word.replace("engine.gpus=[0]", "engine.gpus=[]") for word in words if "producer.args" not in word]
+        chosen = [one for one in variant.settings if not (self.args.dry and "producer.args" in one)]
+        if variant.colocated:
+            chosen += ["refit.transport=ipc"]
+            chosen += [] if self.args.dry else [f"engine.gpus=[{self.last}]", f"trainer.device=cuda:{self.last}"]
+        words = [recipe, f"run_dir={self.work / variant.name}", *settings, *chosen, f"steps={steps}"]
         return words if url is None else [*words, "engine.kind=external", f"engine.urls=[{url}]", "engine.gpus=[]"]
 
     def up(self, variant: Variant, url: str | None) -> dict[str, Any]:
         """One `pipeline up` and `pipeline verify`, judged."""
         run = self.work / variant.name
         limit = min(variant.limit_s, self.left_s)
-        with Sampler() as sampler:
+        with Sampler(self.last) as sampler:
             done = carried_out(self.words(variant, url), run, run.with_suffix(".log"), limit)
         said = judged(variant, rows(run), self.args.dry)
         if "engine.release=all" in variant.settings:
@@ -179,17 +189,15 @@ class Lane:
     async def run(self) -> bool:
         """Every variant asked for; whether all of them did what they should."""
         chosen = [v for v in VARIANTS if not self.args.only or v.name in self.args.only.split(",")]
-        count = 2 if self.args.dry else torch.cuda.device_count()
-        for variant in [v for v in chosen if v.gpus > count]:
-            self.say({"variant": variant.name, "skipped": f"needs {variant.gpus} GPUs, here are {count}"})
-        chosen = [v for v in chosen if v.gpus <= count]
+        for variant in [v for v in chosen if v.gpus > self.count]:
+            self.say({"variant": variant.name, "skipped": f"needs {variant.gpus} GPUs, here are {self.count}"})
+        chosen = [v for v in chosen if v.gpus <= self.count]
         shared = asyncio.create_task(self._shared()) if any(not v.own for v in chosen) else None
         try:
-            first, *others = [v for v in chosen if v.own] or [None]
             beside = [v for v in chosen if not v.own and not v.timed]
-            await asyncio.gather(self._each([first] if first else [], None), self._each(beside, shared))
+            own = [self._each([v], None) for v in chosen if v.own]
+            await asyncio.gather(self._each(beside, shared), *own)
             await self._each([v for v in chosen if v.timed], shared)
-            await self._each([v for v in others if v is not None], None)
         finally:
             if shared is not None:
                 with contextlib.suppress(server.ServerError):
@@ -359,10 +367,11 @@ def judged(variant: Variant, found: Sequence[dict[str, Any]], dry: bool) -> dict
 
 
 class Sampler(threading.Thread):
-    """Looks again and again at what is free on the first GPU. `seen`: seconds since the epoch and bytes."""
+    """Looks again and again at what is free on one GPU. `seen`: seconds since the epoch and bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpu: int) -> None:
         super().__init__(daemon=True)
+        self._gpu = gpu
         self.seen: list[tuple[float, int]] = []
         self._over = threading.Event()
 
@@ -376,9 +385,9 @@ class Sampler(threading.Thread):
 
     def run(self) -> None:
         while not self._over.wait(SAMPLE_S):
-            found = machine.free_memory([0])
-            if 0 in found:
-                self.seen.append((time.time(), found[0]))
+            found = machine.free_memory([self._gpu])
+            if self._gpu in found:
+                self.seen.append((time.time(), found[self._gpu]))
 
 
 def given_back(run: Path, seen: Sequence[tuple[float, int]]) -> tuple[int | None, list[str]]:
