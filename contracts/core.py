@@ -102,7 +102,8 @@ class Core(Protocol[State]):
     inputs. A commit costs the same for one input and for many. Events of the log never wait, nor what came before.
 
     A core that keeps work entries unacked over many boots, by design, has `holds(state, ref)`: whether it has taken the
-    entry. Such an entry is handed out again by each boot, and is never given up for that.
+    entry. Such an entry is handed out again by each boot, and is never given up for that: a core whose work may be what
+    its crashes come from counts them itself.
     """
 
     state_type: type[State]

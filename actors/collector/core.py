@@ -45,8 +45,8 @@ from contracts.events import (
 
 BACKOFF_MAX_S = 30.0
 """Longest pause before a sample is tried again."""
-BOOTS = 5
-"""Restarts of the collector during one task after which the task is taken for their cause."""
+CRASHES = 5
+"""Crashes of the collector during one task after which the task is taken for their cause."""
 
 # --- state -----------------------------------------------------------------------------------------------------------
 
@@ -54,7 +54,7 @@ BOOTS = 5
 class Open(msgspec.Struct, frozen=True):
     """A task in hand. `attempts`: unsettled sample -> its current attempt; `waiting`: sample -> when it is tried.
 
-    `failures`: unsettled sample -> the kinds of its failures so far.
+    `failures`: unsettled sample -> the kinds of its failures so far. `crashes`: of the collector while it had the task.
     """
 
     ref: Ref
@@ -62,7 +62,7 @@ class Open(msgspec.Struct, frozen=True):
     attempts: dict[int, int]
     waiting: dict[int, float]
     failures: dict[int, tuple[FailureKind, ...]] = {}
-    boots: int = 0
+    crashes: int = 0
 
 
 class Outage(msgspec.Struct, frozen=True):
@@ -105,7 +105,7 @@ class CollectorCore:
             SampleProblem: self._sample_problem,
             GatewayGone: self._gateway_gone,
             Tick: lambda state, _, now: self._launch(state, now),
-            Booted: lambda state, _, now: self._boot(state, now),
+            Booted: lambda state, _, now: self._boot(state, now, crashed=not state.stopping),
             LeaseLost: self._lease_lost,
             Cancelled: lambda state, _, __: (replace(state, cancelled=True) if state.stopping else state, ()),
             ThreadsStuck: lambda state, input, _: (state, (_restart(input),)),
@@ -128,6 +128,10 @@ class CollectorCore:
         room = self.config.open_groups if state.outage is None else 1
         return {"tasks": max(0, room - len(state.open))}
 
+    def holds(self, state: State, ref: Ref) -> bool:
+        """Whether the task is in hand: how often the collector may crash with it is counted here (`CRASHES`)."""
+        return ref.entry in state.open
+
     def done(self, state: State) -> bool:
         return state.stopping and state.cancelled
 
@@ -142,7 +146,8 @@ class CollectorCore:
             return self._gateway_ready(state, event.url, now)
         if kind is RunStopping:
             return replace(state, stopping=True), (CancelAll(),)
-        return self._boot(state, now) if kind is RunStarted and state.stopping else (state, ())
+        again = kind is RunStarted and state.stopping
+        return self._boot(state, now, crashed=False) if again else (state, ())
 
     def _task(self, state: State, ref: Ref, task: TaskIssued, now: float) -> Step[State]:
         if ref.entry in state.open:
@@ -151,16 +156,16 @@ class CollectorCore:
         attempts = dict.fromkeys(samples, task.first_attempt)
         return self._launch(_put(state, Open(ref, task, attempts, dict.fromkeys(samples, now))), now)
 
-    def _boot(self, state: State, now: float) -> Step[State]:
-        """Nothing runs: roll out again whatever has no result."""
+    def _boot(self, state: State, now: float, *, crashed: bool) -> Step[State]:
+        """Nothing runs: roll out again whatever has no result. A stop that was ordered is no crash."""
         state, ended = self._end_outage(replace(state, stopping=False, cancelled=False), now)
         commands: list[Any] = [*ended]
         for task in state.open.values():
-            task = replace(task, boots=task.boots + 1, waiting=dict.fromkeys(task.attempts, now))
-            if task.boots < BOOTS:
+            task = replace(task, crashes=task.crashes + crashed, waiting=dict.fromkeys(task.attempts, now))
+            if task.crashes < CRASHES:
                 state = _put(state, task)
                 continue
-            reason = f"the collector restarted {task.boots} times during this task"
+            reason = f"the collector crashed {task.crashes} times during this task"
             for sample in task.attempts:
                 state, failed = self._fail(state, task.ref, sample, "infra", reason)
                 commands += failed

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actors.collector.core import (
-    BOOTS,
+    CRASHES,
     Cancel,
     CancelAll,
     Cancelled,
@@ -410,12 +410,35 @@ def test_a_boot_rolls_out_again_what_has_no_result() -> None:
 def test_a_task_during_which_the_collector_keeps_dying_is_given_up() -> None:
     collector = ready()
     ref = collector.task()
-    for boot in range(BOOTS):
+    for boot in range(CRASHES):
         assert collector.acked == []
+        assert collector.core.holds(collector.state, ref)
         collector.feed(Booted(boot + 2))
     assert [event.reason for event in collector.events(SampleFailed)] == [
-        "the collector restarted 5 times during this task"
+        "the collector crashed 5 times during this task"
     ] * 2
+    assert collector.acked == [ref]
+    assert not collector.core.holds(collector.state, ref)
+
+
+@pytest.mark.parametrize("left", [True, False], ids=["left", "killed-while-leaving"])
+def test_a_task_survives_any_number_of_stops_that_were_ordered(left: bool) -> None:
+    collector = ready()
+    ref = collector.task()
+    for session in range(CRASHES + 3):
+        collector.event(RunStopping(reason="interrupted"))
+        if left:
+            collector.feed(Cancelled())
+        collector.feed(Booted(session + 2))
+        collector.event(RunStarted(config_digest="", resumed=True))
+        collector.event(RunStopping(reason="interrupted"))
+        collector.event(RunStarted(config_digest="", resumed=True))
+        assert collector.core.holds(collector.state, ref)  # else the bus would bury it for its deliveries
+    assert collector.events(SampleFailed) == []
+    assert collector.rollouts[-1].tries == (Try(0, 1), Try(1, 1))
+    for boot in range(CRASHES):
+        assert collector.acked == []
+        collector.feed(Booted(boot + 20))
     assert collector.acked == [ref]
 
 
