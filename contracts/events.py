@@ -178,6 +178,13 @@ class TrajectoryRejected(Record, frozen=True, kw_only=True, tag="trajectory.reje
     reason: str
 
 
+class BatchRejected(Record, frozen=True, kw_only=True, tag="batch.rejected"):
+    """Trainer -> all: a batch was handed to it once more, under another entry, and is not trained again."""
+
+    batch: int
+    reason: str
+
+
 class EvalFinished(Record, frozen=True, kw_only=True, tag="eval.finished"):
     """Buffer -> all: held-out rewards of one version."""
 
@@ -200,7 +207,7 @@ class BufferDepth(Record, frozen=True, kw_only=True, tag="buffer.depth"):
     flat_groups: int
 
 
-LedgerEvent = CreditGranted | GroupDropped | TrajectoryRejected | EvalFinished | BufferDepth
+LedgerEvent = CreditGranted | GroupDropped | TrajectoryRejected | BatchRejected | EvalFinished | BufferDepth
 
 # --- policy ----------------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ NAMED_BY: dict[type, tuple[str, ...]] = {
     ev.BatchReady: ("batch",),
     ev.GroupDropped: ("index", "reason"),
     ev.TrajectoryRejected: ("index", "sample"),
+    ev.BatchRejected: ("batch",),
     ev.EvalFinished: ("version",),
     ev.PolicyReady: ("version",),
     ev.StepFinished: ("version",),

@@ -1,8 +1,9 @@
 """Decides what the trainer does next: load, train, save, offer weights, send them.
 
-Invariants: one policy operation at a time; a version number is used once, over restarts too; a batch is acked only
-once two checkpoints cover it, so that after a crash, and when the newest checkpoint turns out to be damaged, the
-batches that the one loaded does not cover are trained again, in order, and the versions made since are abandoned.
+Invariants: one policy operation at a time; a version number is used once, over restarts too; a batch is taken once,
+also if it comes again under another entry, as a dead letter does that a person requeues; a batch is acked only once two
+checkpoints cover it, so that after a crash, and when the newest checkpoint turns out to be damaged, the batches that
+the one loaded does not cover are trained again, in order, and the versions made since are abandoned.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from contracts.core import Ack, Booted, Delivered, Emit, Ref, Release, Step
 from contracts.events import (
     ActorFailed,
     BatchReady,
+    BatchRejected,
     CheckpointSaved,
     MemoryWanted,
     PayloadRef,
@@ -61,6 +63,8 @@ from contracts.events import (
 
 QUEUE = 2
 """Batches held beyond the one being trained."""
+MISSED = 64
+"""Batches that were given up before they came here, whose numbers are remembered: the youngest."""
 
 
 class TrainerCore:
@@ -214,7 +218,16 @@ class TrainerCore:
     def _batch(self, state: State, pending: Pending, now: float) -> Step[State]:
         if self.holds(state, pending.ref):
             return state, ()
-        return self._idle(replace(state, queue=(*state.queue, pending)), now)
+        number, newest = pending.batch.batch, state.newest
+        if number <= newest and number not in state.missed:
+            rejected = BatchRejected(batch=number, reason="duplicate: the trainer has taken this batch before")
+            return state, (Emit(rejected), Ack(pending.ref))
+        passed = range(max(newest + 1, number - MISSED), number)
+        missed = [each for each in (*state.missed, *passed) if each != number]
+        state = replace(
+            state, queue=(*state.queue, pending), newest=max(number, newest), missed=tuple(missed[-MISSED:])
+        )
+        return self._idle(state, now)
 
     def _next(self, state: State, now: float) -> Step[State]:
         """From idle: save what must be saved, else train the next batch, else wait for one."""

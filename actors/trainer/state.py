@@ -183,6 +183,10 @@ class State(msgspec.Struct, frozen=True):
     sending: bool = False
     """The weights of `epoch` are being offered or sent: the barrier waits for us."""
     plan: Plan | None = None
+    newest: int = 0
+    """The greatest number of a batch that was taken."""
+    missed: tuple[int, ...] = ()
+    """Numbers below it that have not come: what was given up is taken if it is handed out after all."""
     idle_since: float | None = None
     asked_at: float | None = None
     """Set exactly while `asking`."""

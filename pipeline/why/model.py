@@ -130,9 +130,17 @@ class Model(State):
 
     def _on_batch_ready(self, event: ev.BatchReady, at: float, by: str) -> None:
         self.moved_at = at
+        known = self.batches.get(event.batch)
+        if known is not None and known.version is not None:  # requeued by hand after it was trained
+            return
         self.batches[event.batch] = Batch(at, tuple(group.index for group in event.groups), self.position)
         for group in event.groups:
             self.groups.pop(group.index, None)
+
+    def _on_batch_rejected(self, event: ev.BatchRejected, at: float, by: str) -> None:
+        known = self.batches.get(event.batch)
+        if known is not None and known.version is None:
+            del self.batches[event.batch]
 
     def _on_credit_granted(self, event: ev.CreditGranted, at: float, by: str) -> None:
         self.credit = max(self.credit, event.total)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.trainer import state as trainer
-from actors.trainer.core import QUEUE, TrainerCore, reward_metrics
+from actors.trainer.core import MISSED, QUEUE, TrainerCore, reward_metrics
 from actors.trainer.state import State
 from config.schema import CheckpointConfig, EngineConfig, RunConfig
 from contracts import events, limits
@@ -39,7 +39,7 @@ def batch(number: int, rewards: tuple[float, ...] = (0.0, 1.0), lag: int = 0) ->
         for i, r in enumerate(rewards)
     )
     body = BatchReady(batch=number, groups=(GroupRef(task=f"t{number}", index=number, samples=samples),))
-    return delivered(body, f"{number + 1}-0")
+    return delivered(body, f"{number}-0")
 
 
 @pytest.mark.parametrize(("groups", "samples"), [(2, 2), (512, 32), (limits.groups(128), 128)])
@@ -104,12 +104,12 @@ def test_a_step_makes_a_new_version_and_reports_how_long_it_waited():
     driver = Driver()
     driver.boot()
     driver.now = 4.0
-    ended, train = driver.feed(batch(0))
+    ended, train = driver.feed(batch(1))
     assert ended.event.seconds == 4.0
     assert (train.step, train.version) == (1, 1)
     driver.now = 4.5
     finished = emitted(driver.trained())[0]
-    assert (finished.version, finished.parent_version, finished.step, finished.batch) == (1, 0, 1, 0)
+    assert (finished.version, finished.parent_version, finished.step, finished.batch) == (1, 0, 1, 1)
     assert finished.waited_s == pytest.approx(4.0)
     assert finished.metrics["reward"] == 0.5
     assert finished.metrics["loss"] == 1.0
@@ -126,17 +126,17 @@ def run_batches(driver: Driver, *numbers: int) -> list[Any]:
 def test_a_batch_is_acked_only_once_two_checkpoints_cover_it():
     driver = Driver(every=2)
     driver.boot()
-    driver.feed(batch(0))
-    assert not any(isinstance(c, Ack | Release | trainer.Save) for c in driver.trained())
     driver.feed(batch(1))
-    assert driver.trained()[-1] == trainer.Save(version=2, step=2, batch=1, entry="2-0")
+    assert not any(isinstance(c, Ack | Release | trainer.Save) for c in driver.trained())
+    driver.feed(batch(2))
+    assert driver.trained()[-1] == trainer.Save(version=2, step=2, batch=2, entry="2-0")
     commands = driver.saved()
-    assert emitted(commands)[0].batch == 1
+    assert emitted(commands)[0].batch == 2
     assert not any(isinstance(c, Ack | Release) for c in commands)
-    commands = run_batches(driver, 2, 3)
+    commands = run_batches(driver, 3, 4)
     (release,) = [c for c in commands if isinstance(c, Release)]
     assert release.keys == tuple(
-        s.payload.key for n in (0, 1) for g in batch(n).envelope.body.groups for s in g.samples
+        s.payload.key for n in (1, 2) for g in batch(n).envelope.body.groups for s in g.samples
     )
     assert [c.ref.entry for c in commands if isinstance(c, Ack)] == ["1-0", "2-0"]
     assert trainer.Prune() in commands, "older checkpoints go only once the newer one is announced"
@@ -145,15 +145,15 @@ def test_a_batch_is_acked_only_once_two_checkpoints_cover_it():
 def test_a_damaged_checkpoint_is_passed_over_and_what_it_alone_covered_is_trained_again():
     driver = Driver(every=2)
     driver.boot()
-    run_batches(driver, 0, 1)
-    run_batches(driver, 2, 3)
-    driver.feed(batch(4))
-    driver.trained()
+    run_batches(driver, 1, 2)
+    run_batches(driver, 3, 4)
     driver.feed(batch(5))
+    driver.trained()
+    driver.feed(batch(6))
     assert driver.feed(Booted(2)) == [trainer.Load(path="/c/4", version=6)]
     failed, load = driver.feed(trainer.LoadFailed(version=6, reason="/c/4 differs"))
     assert load == trainer.Load(path="/c/2", version=6)
-    assert failed.event.message == "/c/4 differs; going on from /c/2 (step 2), batches 2 to 3 are trained again"
+    assert failed.event.message == "/c/4 differs; going on from /c/2 (step 2), batches 3 to 4 are trained again"
     assert not failed.event.fatal
     commands = driver.feed(trainer.Loaded(version=6))
     ready = emitted(commands)[0]
@@ -166,13 +166,13 @@ def test_a_damaged_checkpoint_is_passed_over_and_what_it_alone_covered_is_traine
         if any(isinstance(c, trainer.Save) for c in commands):
             commands = driver.saved()
         trains = [c for c in commands if isinstance(c, trainer.Train)]
-    assert order == [(2, 3, 7), (3, 4, 8), (4, 5, 9), (5, 6, 10)]
+    assert order == [(3, 3, 7), (4, 4, 8), (5, 5, 9), (6, 6, 10)]
 
 
 def test_the_first_checkpoint_falls_back_on_the_initial_model():
     driver = Driver()
     driver.boot()
-    run_batches(driver, 0)
+    run_batches(driver, 1)
     driver.feed(Booted(2))
     failed, load = driver.feed(trainer.LoadFailed(version=2, reason="torn"))
     assert load == trainer.Load(path=None, version=2)
@@ -182,8 +182,8 @@ def test_the_first_checkpoint_falls_back_on_the_initial_model():
 def test_without_a_checkpoint_to_fall_back_on_the_run_ends_with_the_reason():
     driver = Driver()
     driver.boot()
-    run_batches(driver, 0)
     run_batches(driver, 1)
+    run_batches(driver, 2)
     driver.feed(Booted(2))
     driver.feed(trainer.LoadFailed(version=3, reason="/c/2 torn"))
     (failed,) = driver.feed(trainer.LoadFailed(version=3, reason="/c/1 torn"))
@@ -203,23 +203,23 @@ def test_news_of_a_load_that_is_over_changes_nothing():
 def test_a_batch_that_only_the_newest_checkpoint_covers_is_not_trained_twice():
     driver = Driver()
     driver.boot()
-    run_batches(driver, 0)
+    run_batches(driver, 1)
     driver.feed(Booted(2))
     driver.feed(trainer.Loaded(version=2))
-    assert driver.feed(batch(0)) == []
+    assert driver.feed(batch(1)) == []
 
 
 def test_after_a_crash_uncovered_batches_are_trained_again_in_order_and_their_versions_abandoned():
     driver = Driver(every=3)
     driver.boot()
-    for number in range(3):
+    for number in range(1, 4):
         driver.feed(batch(number))
         driver.trained()
     driver.saved()
-    for number in (3, 4):
+    for number in (4, 5):
         driver.feed(batch(number))
         driver.trained()
-    driver.feed(batch(5))
+    driver.feed(batch(6))
     assert driver.feed(Booted(2)) == [trainer.Load(path="/c/3", version=6)]
     commands = driver.feed(trainer.Loaded(version=6))
     ready = emitted(commands)[0]
@@ -229,30 +229,76 @@ def test_after_a_crash_uncovered_batches_are_trained_again_in_order_and_their_ve
     while trains:
         order.append((trains[0].batch.batch, trains[0].version))
         trains = [c for c in driver.trained() if isinstance(c, trainer.Train)]
-    assert order == [(3, 7), (4, 8), (5, 9)]
+    assert order == [(4, 7), (5, 8), (6, 9)]
 
 
 def test_a_redelivered_batch_that_is_already_held_is_not_trained_twice():
     driver = Driver(every=5)
     driver.boot()
-    driver.feed(batch(0))
-    driver.trained()
-    assert driver.feed(batch(0)) == []
     driver.feed(batch(1))
+    driver.trained()
     assert driver.feed(batch(1)) == []
+    driver.feed(batch(2))
+    assert driver.feed(batch(2)) == []
+
+
+def requeued(number: int) -> Any:
+    """A dead letter that a person handed out again: the same batch in another entry."""
+    return delivered(batch(number).envelope.body, f"{number + 1000}-0")
+
+
+def test_a_batch_that_comes_again_under_another_entry_is_refused_and_not_trained_twice():
+    driver = Driver(every=2)
+    driver.boot()
+    driver.feed(batch(1))
+
+    def refused(number: int) -> None:
+        emit, ack = driver.feed(requeued(number))
+        assert emit.event == events.BatchRejected(
+            batch=number, reason="duplicate: the trainer has taken this batch before"
+        )
+        assert ack == Ack(requeued(number).ref)
+        assert not driver.core.holds(driver.state, ack.ref)
+
+    refused(1)
+    driver.trained()
+    refused(1)
+    run_batches(driver, 2)
+    run_batches(driver, 3, 4)  # the first two are acked, and their payloads gone
+    refused(1)
+    driver.feed(Booted(2))
+    driver.feed(trainer.Loaded(version=driver.state.version))
+    refused(4)
+    assert [c.batch.batch for c in driver.commands if isinstance(c, trainer.Train)] == [1, 2, 3, 4]
+
+
+def test_a_batch_that_was_passed_over_is_trained_when_it_is_handed_out_after_all():
+    driver = Driver(every=99, steps=99)
+    driver.boot()
+    for number in (1, 4):
+        driver.feed(batch(number))
+        driver.trained()
+    (_, train) = driver.feed(requeued(3))
+    assert isinstance(train, trainer.Train)
+    assert driver.state.missed == (2,)
+    driver.trained()
+    driver.feed(delivered(requeued(3).envelope.body, "2000-0"))
+    assert isinstance(emitted(driver.commands)[-1], events.BatchRejected)
+    driver.feed(batch(MISSED + 10))
+    assert driver.state.missed == tuple(range(10, MISSED + 10)), "bounded: the youngest"
 
 
 def test_a_batch_is_held_from_its_arrival_until_two_checkpoints_cover_it():
     """So the runtime never gives it up, however often the trainer boots."""
     driver = Driver(every=2)
     driver.boot()
-    ref = batch(0).ref
+    ref = batch(1).ref
 
     def holds() -> bool:
         return driver.core.holds(driver.state, ref)
 
     assert not holds()
-    driver.feed(batch(0))
+    driver.feed(batch(1))
     assert holds()
     for boot in range(2, 12):
         driver.feed(Booted(boot))
@@ -260,16 +306,16 @@ def test_a_batch_is_held_from_its_arrival_until_two_checkpoints_cover_it():
         assert holds()
     driver.trained()
     assert holds()
-    run_batches(driver, 1)
+    run_batches(driver, 2)
     assert holds()
-    run_batches(driver, 2, 3)
+    run_batches(driver, 3, 4)
     assert not holds()
 
 
 def test_the_last_step_is_saved_before_training_is_declared_finished():
     driver = Driver(steps=1, every=100)
     driver.boot()
-    driver.feed(batch(0))
+    driver.feed(batch(1))
     assert isinstance(driver.trained()[-1], trainer.Save)
     assert isinstance(emitted(driver.saved())[-1], events.TrainingFinished)
     assert driver.core.intake(driver.state) == {}
@@ -278,7 +324,7 @@ def test_the_last_step_is_saved_before_training_is_declared_finished():
 def test_a_finished_run_that_is_booted_again_says_so_again():
     driver = Driver(steps=1)
     driver.boot()
-    driver.feed(batch(0))
+    driver.feed(batch(1))
     driver.trained()
     driver.saved()
     assert isinstance(emitted(driver.boot(2))[-1], events.TrainingFinished)
@@ -292,11 +338,11 @@ def test_stopping_saves_what_is_trained_and_then_leaves(moment: str):
     if moment not in ("off", "loading"):
         driver.feed(trainer.Loaded(version=0))
     if moment in ("training", "saving", "uncovered"):
-        driver.feed(batch(0))
+        driver.feed(batch(1))
     if moment in ("saving", "uncovered"):
         driver.trained()
     if moment == "saving":
-        driver.feed(batch(1))
+        driver.feed(batch(2))
         driver.trained()
     driver.feed(delivered(events.RunStopping(reason="ctrl-c")))
     if moment == "training":
@@ -315,11 +361,11 @@ def test_a_run_that_is_started_again_goes_on_training(idle: bool):
     driver = Driver()
     driver.boot()
     if not idle:
-        driver.feed(batch(0))
+        driver.feed(batch(1))
     driver.feed(delivered(events.RunStopping(reason="ctrl-c")))
     driver.feed(delivered(events.RunStarted(config_digest="d", resumed=True)))
     if idle:
-        assert isinstance(driver.feed(batch(0))[-1], trainer.Train)
+        assert isinstance(driver.feed(batch(1))[-1], trainer.Train)
     driver.trained()
     assert driver.state.step == 1
     assert not driver.core.done(driver.state)
@@ -438,13 +484,13 @@ def test_intake_never_exceeds_the_queue():
     assert driver.core.intake(driver.state) == {}
     driver.boot()
     assert driver.core.intake(driver.state) == {"batches": QUEUE}
-    for number in range(QUEUE):
+    for number in range(1, QUEUE + 1):
         driver.feed(batch(number))
     assert driver.core.intake(driver.state)["batches"] == 0
 
 
 def test_reward_metrics_leave_out_masked_samples():
-    body = batch(0, (0.0, 1.0, 1.0, 0.0), lag=2).envelope.body
+    body = batch(1, (0.0, 1.0, 1.0, 0.0), lag=2).envelope.body
     group = body.groups[0]
     masked = msgspec.structs.replace(group.samples[0], valid=False)
     metrics = reward_metrics(BatchReady(batch=0, groups=(GroupRef("t", 0, (masked, *group.samples[1:])),)))
@@ -492,8 +538,8 @@ class World:
 
     def send(self) -> None:
         if self.driver.core.intake(self.driver.state).get("batches"):
-            delivery = batch(self.sent)
             self.sent += 1
+            delivery = batch(self.sent)
             self.pending[delivery.ref.entry] = delivery
             self.absorb(self.driver.feed(delivery))
 
@@ -526,11 +572,11 @@ def test_whatever_crashes_the_surviving_weights_saw_each_batch_once_and_in_order
     world.crash()
     for move in moves:
         getattr(world, move)()
-        assert world.memory == list(range(len(world.memory)))
+        assert world.memory == list(range(1, 1 + len(world.memory)))
     while world.driver.state.phase != "finished":
         world.send()
         world.perform()
-    assert world.memory == list(range(8))
+    assert world.memory == list(range(1, 9))
     before = world.driver.state.before
     assert before is not None
     assert all(int(entry.partition("-")[0]) > before.step for entry in world.pending)
@@ -541,7 +587,7 @@ def test_whatever_crashes_the_surviving_weights_saw_each_batch_once_and_in_order
 def test_states_survive_a_snapshot():
     driver = Driver(every=3)
     driver.boot()
-    driver.feed(batch(0))
+    driver.feed(batch(1))
     driver.trained()
     encoded = msgspec.msgpack.encode(driver.state)
     assert msgspec.msgpack.decode(encoded, type=State) == driver.state
@@ -556,7 +602,7 @@ def asking() -> Driver:
     driver.core = TrainerCore(RunConfig(steps=10, engine=EngineConfig(release="kv")))
     driver.boot()
     driver.now = 4.0
-    driver.feed(batch(0))
+    driver.feed(batch(1))
     return driver
 
 
@@ -570,7 +616,7 @@ def test_no_step_is_taken_before_the_engines_gave_their_memory_back():
     waiting = emitted(driver.commands)[-1]
     assert (waiting.on, waiting.cause) == ("refit", "engines are to give memory back for step 1 (engine.release)")
     assert not any(isinstance(c, trainer.Train) for c in driver.commands)
-    assert driver.feed(batch(1)) == [], "one batch at a time"
+    assert driver.feed(batch(2)) == [], "one batch at a time"
     assert driver.feed(released(step=2)) == driver.feed(released(boot=2)) == []
     driver.now = 5.0
     ended, train = driver.feed(released())

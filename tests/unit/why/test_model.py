@@ -69,6 +69,20 @@ def test_batches_of_abandoned_versions_are_owed_again():
     assert fold(story).step == 1
 
 
+def test_a_batch_that_is_requeued_after_it_was_trained_is_not_owed():
+    story = Story()
+    for number in (1, 2):
+        story.add(batch(number, [1.0]))
+        story.add(stepped(number))
+    story.add(events.CheckpointSaved(version=1, step=1, batch=1, path="/c/1", bytes=1, seconds=0.1))
+    story.add(batch(2, [1.0]))
+    assert fold(story).untrained() == {}
+    story.add(batch(1, [1.0]))  # covered and forgotten
+    story.add(events.BatchRejected(batch=1, reason="duplicate"))
+    story.add(events.BatchRejected(batch=2, reason="duplicate"))
+    assert fold(story).batches.keys() == {2}
+
+
 def test_an_epoch_shows_who_owes_what_in_each_phase():
     story = Story()
     story.add(events.RunStarted(config_digest=""))
