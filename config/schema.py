@@ -102,7 +102,8 @@ class RolloutConfig(Section, frozen=True, kw_only=True):
     """What an answer with a malformed or unknown tool call does to its sample. `mask` keeps it out of baseline and
     loss."""
     invalid_tool_call_patterns: tuple[str, ...] = ()
-    """Regular expressions that mark an answer as an invalid tool call too."""
+    """Regular expressions that mark an answer as an invalid tool call too. They see the special tokens in it, but for
+    the one that ends it."""
     malformed_thinking: Literal["keep", "penalise", "mask"] = "keep"
     """The same for thinking tags that do not pair up."""
     malformed_answer: Literal["keep", "penalise", "mask"] = "keep"

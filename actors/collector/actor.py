@@ -160,7 +160,7 @@ class CollectorShell:
                 transcript = Transcript(self._sampling)
                 transcript.add(answer.prompt_ids, sample)
                 flaws = [(1, flaw) for flaw in sample.parsed.flaws] if sample.parsed else []
-                outcome = graded(outcome, flaws, [sample.text], None, self._config.rollout)
+                outcome = graded(outcome, flaws, [sample.written or sample.text], None, self._config.rollout)
                 self._finish(command, each, transcript, outcome, started)
 
         await asyncio.gather(*(score(*pair) for pair in zip(command.tries, answer.samples, strict=True)))

@@ -23,8 +23,8 @@ def graded(
 ) -> Outcome:
     """`outcome` with its flaws counted among the components, and penalised or masked as `rules` say.
 
-    `flaws`: turn (from 1) and flaw. `texts`: the answer of each turn. The place of the first flaw of a kind, and of
-    a divergence, is told in `info`.
+    `flaws`: turn (from 1) and flaw. `texts`: the answer of each turn, special tokens in it. The place of the first flaw
+    of a kind, and of a divergence, is told in `info`.
     """
     found = [*flaws, *_patterned(texts, rules.invalid_tool_call_patterns)]
     components, info = dict(outcome.components), dict(outcome.info)

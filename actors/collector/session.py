@@ -199,7 +199,7 @@ class RolloutSession:
                 self.transcript.break_off()
                 sequence = turn.sequence
             self.transcript.add([*self.transcript.ids, *turn.fresh_ids], turn.sample)
-            self.texts.append(turn.sample.text)
+            self.texts.append(turn.sample.written or turn.sample.text)
             self.flaws += [(number, flaw) for flaw in turn.flaws]
 
     async def _ask(self, **asked: Any) -> Generated:

@@ -205,7 +205,8 @@ class GatewayShell:
             self._early.append(input)
 
     def _sample(self, draft: Draft) -> Sample:
-        return Sample(draft.ids, draft.logprobs, draft.spans, draft.finish, self._tokens.text(draft.ids))
+        text, written = self._tokens.text(draft.ids), self._tokens.written(draft.ids)
+        return Sample(draft.ids, draft.logprobs, draft.spans, draft.finish, text, written=written)
 
     def _reply(self, command: Reply) -> None:
         if (answer := self._waiting(command.request)) is not None:

@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from actors.gateway.client import DataProblem, Sample
-from actors.gateway.parsing import Parsed, Shown, names_of, parse, shown
+from actors.gateway.parsing import THINK, Parsed, Shown, names_of, parse, shown
 from actors.gateway.reading import Following, read
 from actors.gateway.templates import Template, TemplateError, Tools, read_file
 from actors.gateway.tokens import LARGE, Tokens, Unfolding
 
-WINDOW = 64
-"""Tokens at the end of a prompt in which the beginning of the answer is looked for first."""
+WINDOWS = (64, 4096)
+"""Tokens at the end of a prompt in which the beginning of the answer is looked for, before all of it is read."""
+PIECE = 4096
+"""Tokens of a prompt that are read at a time: others get their turn between two pieces. Decoding keeps a thread from
+letting them, and takes some 2 ms for so many."""
 
 FAMILIES = Path(__file__).parent / "families"
 """The shipped response templates."""
@@ -44,28 +47,42 @@ class Answers:
     def __init__(self, tokens: Tokens, template: Template | None = None) -> None:
         self._tokens, self._template = tokens, template
 
-    async def parsed(self, prompt: Sequence[int], sample: Sample, tools: Tools) -> Parsed:
-        """A sample of `prompt`. Long ones are taken apart in a thread. Raises `DataProblem` for tools without names."""
+    async def begun(self, prompt: Sequence[int]) -> str:
+        """What the prompt has of the answer, for all its samples; one that begins none has nothing of it.
+
+        A long prompt holds nobody up: see `PIECE`.
+        """
+        template = self._template
+        if template is None:
+            return THINK if self._tokens.thinking(prompt) else ""
+        for size in WINDOWS:
+            found = template.behind(self._tokens.raw(prompt[-size:]))
+            if found is not None or len(prompt) <= size:
+                return found or ""
+        return template.behind(await self._whole(prompt)) or ""
+
+    async def _whole(self, prompt: Sequence[int]) -> str:
+        """The text of a prompt, special tokens and all. The odd piece comes first, so that none is left at the end."""
+        unfolding, pieces = Unfolding(self._tokens.raw), []
+        for end in range(len(prompt) % PIECE or PIECE, len(prompt) + 1, PIECE):
+            pieces.append(unfolding.more(prompt[:end]))
+            await asyncio.sleep(0)
+        return "".join(pieces)
+
+    async def parsed(self, begun: str, sample: Sample, tools: Tools) -> Parsed:
+        """A sample. Long ones are taken apart in a thread. Raises `DataProblem` for tools without names."""
         names = offered(tools)
         if self._template is None:
-            return parse(sample.text, names, self._tokens.thinking(prompt))
+            return parse(sample.text, names, bool(begun))
         text = self._tokens.raw(sample.output_ids)
-        asked = self._template, text, self._behind(self._template, prompt), tools
+        asked = self._template, text, begun, tools
         return await asyncio.to_thread(read, *asked) if len(text) > LARGE else read(*asked)
 
-    def follow(self, prompt: Sequence[int], tools: Tools) -> Follower:
-        """For one sample of `prompt` while it is made."""
+    def follow(self, begun: str, tools: Tools) -> Follower:
+        """For one sample while it is made."""
         if self._template is None:
-            return _Plain(self._tokens, offered(tools), self._tokens.thinking(prompt))
-        return _Templated(self._tokens, Following(self._template, self._behind(self._template, prompt), tools))
-
-    def _behind(self, template: Template, prompt: Sequence[int]) -> str:
-        """What the prompt has of the answer; a prompt that begins none has nothing of it."""
-        size, found = WINDOW, None
-        while found is None and size < 2 * max(WINDOW, len(prompt)):
-            found = template.behind(self._tokens.raw(prompt[-size:]))
-            size *= 2
-        return found or ""
+            return _Plain(self._tokens, offered(tools), bool(begun))
+        return _Templated(self._tokens, Following(self._template, begun, tools))
 
 
 def offered(tools: Tools) -> list[str] | None:

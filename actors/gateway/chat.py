@@ -116,7 +116,7 @@ class Chat:
 
     async def _sampled(self, job: Job, ask: Ask, live: Live | None) -> Generated:
         if live is not None:
-            live.follow = partial(self._answers.follow, job.prompt_ids, ask.tools)
+            live.follow = partial(self._answers.follow, await self._answers.begun(job.prompt_ids), ask.tools)
         return await self._submit(job, live)
 
     async def _prompt(self, ask: Ask, plan: Plan) -> list[int]:
@@ -155,7 +155,8 @@ class Chat:
         return arrived_at + min(ask.deadline_s or limit, limit)
 
     async def _served(self, ask: Ask, generated: Generated, turn: int | None) -> Served:
-        answers = [await self._answers.parsed(generated.prompt_ids, sample, ask.tools) for sample in generated.samples]
+        begun = await self._answers.begun(generated.prompt_ids)
+        answers = [await self._answers.parsed(begun, sample, ask.tools) for sample in generated.samples]
         return Served(
             prompt_ids=generated.prompt_ids,
             samples=generated.samples,

@@ -45,7 +45,8 @@ class Sample(msgspec.Struct, frozen=True):
     """One completion. `logprobs`: natural log of each output token's probability, finite and <= 0. `spans` tile it.
 
     `output_ids` include the end token, `text` leaves special tokens out. `finish_reason`: `stop` or `length`.
-    `parsed`: the answer taken apart, if that was asked for.
+    `parsed`: the answer taken apart, if that was asked for. `written`: the text with the special tokens in it, but for
+    the one that ends it; None without any.
     """
 
     output_ids: list[int]
@@ -54,6 +55,7 @@ class Sample(msgspec.Struct, frozen=True):
     finish_reason: str
     text: str
     parsed: Parsed | None = None
+    written: str | None = None
 
 
 class Generated(msgspec.Struct, frozen=True):

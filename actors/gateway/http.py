@@ -149,8 +149,9 @@ class Server:
 
     async def _taken_apart(self, generated: Generated, form: GenerateForm) -> Generated:
         replace = msgspec.structs.replace
+        begun = await self._answers.begun(generated.prompt_ids)
         samples = [
-            replace(sample, parsed=await self._answers.parsed(generated.prompt_ids, sample, form.tools))
+            replace(sample, parsed=await self._answers.parsed(begun, sample, form.tools))
             for sample in generated.samples
         ]
         return replace(generated, samples=samples)

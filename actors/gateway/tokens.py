@@ -63,8 +63,10 @@ class Tokens:
         self.eos = _end_ids(directory, config)
         self._directory = directory
         self._tokenizer = _tokenizer(directory / "tokenizer.json")
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        self.specials = [token.content for token in added if token.special]
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        special = {id: token.content for id, token in added if token.special}
+        self.specials = list(special.values())
+        self._special_ids = frozenset(special)
         settings = directory / "tokenizer_config.json"
         self.response_template: Any = _read(settings).get("response_template") if settings.exists() else None
         self._chat: Any = None
@@ -121,6 +123,11 @@ class Tokens:
     def raw(self, ids: Sequence[int]) -> str:
         """The text of ids, special tokens and all."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def written(self, ids: Sequence[int]) -> str | None:
+        """The text of sampled ids with the special tokens in it, but for the one that ends it; None without any."""
+        body = ids[:-1] if ids and ids[-1] in self.eos else ids
+        return None if self._special_ids.isdisjoint(body) else self.raw(body)
 
     def check(self, name: str, ids: Sequence[int]) -> None:
         """Raises `DataProblem` naming the first id that the model does not have."""

@@ -578,6 +578,22 @@ async def test_an_agents_turns_come_from_the_gateways_record(stand: Stand) -> No
     assert "token 7" in held.info["noncontiguous"]
 
 
+@pytest.mark.parametrize("multi", [True, False])
+async def test_patterns_see_the_special_tokens_of_an_answer(stand: Stand, multi: bool) -> None:
+    async def answer(body: dict[str, Any]) -> tuple[int, Any]:
+        status, answer = await Gateway.echo(body)
+        return status, {**answer, "samples": [{**each, "written": "<|call|>0"} for each in answer["samples"]]}
+
+    shell = await stand.start(Agent() if multi else Single(), invalid_tool_call_patterns=(r"<\|call\|>\d",))
+    stand.gateway.answer = answer
+    turn = {**TURN, "sample": {**SAID, "written": "x<|call|>1"}}
+    stand.gateway.record = {"turns": [TURN, {**turn, "fresh_ids": []}], "served": 2, "superseded": 0}
+    (done,) = await stand.run(samples=1)
+    assert done.components == {"invalid_tool_calls": 1.0}
+    info = trajectory.decode(shell.payload(done.handle)).info
+    assert info["invalid_tool_calls"].startswith("turn 2, character 1" if multi else "turn 1, character 0")
+
+
 @pytest.mark.parametrize(
     ("record", "failure", "reason"),
     [

@@ -59,6 +59,13 @@ async def test_an_answer_carries_exact_ids_logprobs_and_origin(serving: Any, cli
     assert (sample.finish_reason, sample.text) == ("length", "abcd")
 
 
+async def test_special_tokens_in_an_answer_are_told_beside_its_text(serving: Any, client: GatewayClient):
+    (sample,) = (await ask(client, input_ids=[5, 6])).samples
+    assert (sample.output_ids, sample.text, sample.written) == ([2, 3, 4, 5], "abc", "<start>abc")
+    (sample,) = (await ask(client, input_ids=[5, 6, 7])).samples
+    assert sample.written is None
+
+
 async def test_one_sample_is_asked_for_in_the_single_form(serving: Any, client: GatewayClient, engines: list[Any]):
     await ask(client)
     (body,), (headers,) = engines[0].bodies, engines[0].headers

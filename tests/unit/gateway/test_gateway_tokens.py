@@ -56,6 +56,13 @@ async def test_the_begin_token_comes_first_and_only_there(model: Path):
     assert (await tokens.chat_ids(chat, ()))[:2] == [2, 23]
 
 
+@pytest.mark.parametrize(
+    ("ids", "written"), [([4, 5, 1], None), ([], None), ([4, 2, 5, 63], "b<start>c"), ([1, 2], "<eos><start>")]
+)
+def test_a_text_with_special_tokens_in_it_is_told_as_it_was_written(model: Path, ids: list[int], written: str | None):
+    assert Tokens(model).written(ids) == written
+
+
 async def test_a_large_text_has_the_ids_of_its_parts(model: Path):
     tokens = Tokens(model)
     assert await tokens.text_ids("ab" * LARGE, ()) == [3, 4] * LARGE

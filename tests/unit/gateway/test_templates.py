@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.gateway.answers import FAMILIES, load, template_of
+from actors.gateway.answers import FAMILIES, PIECE, load, template_of
 from actors.gateway.chat import Ask, Served
 from actors.gateway.client import Generated, Sample, Span
 from actors.gateway.openai import ChatForm, ResponsesForm
@@ -377,7 +378,8 @@ async def test_thinking_behind_content_is_told_by_chat_and_left_out_of_responses
     says = Says(tokens, f"{first}<|start|>assistant<|channel|>final<|message|>ok<|return|>")
     job = Job("s", tokens._tokenizer.encode("<|start|>assistant").ids, 1, 1.0, 99, None, (), 0.0)
     generated = await says.whole(job)
-    whole = [await answers.parsed(job.prompt_ids, generated.samples[0], None)]
+    begun = await answers.begun(job.prompt_ids)
+    whole = [await answers.parsed(begun, generated.samples[0], None)]
     assert whole == [Parsed("Wait.\nok", "hm")]
     served = Served(
         prompt_ids=job.prompt_ids, samples=generated.samples, answers=whole, held_s=0.0, turn=1, asked=Ask(messages=HI)
@@ -385,7 +387,7 @@ async def test_thinking_behind_content_is_told_by_chat_and_left_out_of_responses
     told = []
     for stream in (ChatStream(ChatForm(messages=HI)), ResponsesStream(ResponsesForm(input="hi"))):
         live, draft = Live(), Draft()
-        live.follow = partial(answers.follow, job.prompt_ids, None)
+        live.follow = partial(answers.follow, begun, None)
         live.drafts = [draft]
         for size in (18, 45, len(says.ids)):
             draft.ids = says.ids[:size]
@@ -410,10 +412,40 @@ async def test_the_tokenizers_own_template_is_taken_and_a_prompt_that_begins_no_
     says = Says(tokens, "a>b")
     sample = (await says.whole(Job("s", [1], 1, 1.0, 9, None, (), 0.0))).samples[0]
     ids = tokens._tokenizer.encode("<|start|>assistant<" + "a" * 100, add_special_tokens=False).ids
-    assert await answers.parsed(ids, sample, None) == Parsed("b", "a")
-    assert (await answers.parsed(ids[2:], sample, None)).content == "a>b"
-    hermes = await load("hermes", tokens).parsed(ids, sample, None)
-    assert hermes == Parsed("a>b")
+    assert await answers.parsed(await answers.begun(ids), sample, None) == Parsed("b", "a")
+    assert (await answers.parsed(await answers.begun(ids[2:]), sample, None)).content == "a>b"
+    hermes = load("hermes", tokens)
+    assert await hermes.parsed(await hermes.begun(ids), sample, None) == Parsed("a>b")
+
+
+@pytest.mark.parametrize("length", [10, 63, 2000, 3 * PIECE, 3 * PIECE + 5])
+@pytest.mark.parametrize("anchored", [True, False])
+async def test_a_long_prompt_is_read_in_pieces_between_which_others_get_their_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, length: int, anchored: bool
+):
+    tokens = harmony(tmp_path, "gpt_oss")
+    answers = load("auto", tokens)
+    text = ("<|start|>assistant" if anchored else "") + "<|channel|>analysis<|message|>" + "ab<|end|>" * (length // 3)
+    prompt = tokens._tokenizer.encode(text, add_special_tokens=False).ids
+    largest, raw, turns = 0, tokens.raw, 0
+
+    def watched(ids: Any) -> str:
+        nonlocal largest
+        largest = max(largest, len(ids))
+        return raw(ids)
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(tokens, "raw", watched)
+    task = asyncio.create_task(others())
+    assert await answers.begun(prompt) == (text.removeprefix("<|start|>assistant") if anchored else "")
+    task.cancel()
+    assert largest <= 2 * PIECE
+    assert turns >= (len(prompt) // PIECE if len(prompt) > PIECE else 0)
 
 
 def test_a_tokenizer_whose_template_cannot_be_used_is_named(tmp_path: Path):
