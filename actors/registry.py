@@ -15,6 +15,11 @@ KINDS = ("recorder", "refit", "gateway", "engine", "trainer", "buffer", "source"
 class UnknownActor(ValueError):
     """No actor of the run has this name: lists those that exist."""
 
+    @classmethod
+    def of(cls, name: str, config: RunConfig) -> UnknownActor:
+        """For a run with this configuration."""
+        return cls(f"no actor {name!r} in this run; it has {', '.join(names(config))}")
+
 
 def names(config: RunConfig) -> tuple[str, ...]:
     """The actors of a run, in start order: `engine-0`, `engine-1`, ..., `trainer`, ..."""
@@ -37,6 +42,6 @@ def kind_of(name: str) -> str:
 def build(config: RunConfig, name: str) -> Shell:
     """The shell of actor `name`. Raises `UnknownActor`."""
     if name not in names(config):
-        raise UnknownActor(f"no actor {name!r} in this run; it has {', '.join(names(config))}")
+        raise UnknownActor.of(name, config)
     module: Any = import_module(f"actors.{kind_of(name)}.actor")
     return module.build(config, name)

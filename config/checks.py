@@ -15,6 +15,8 @@ from msgspec import inspect
 from config.schema import RunConfig
 
 _WHERE = re.compile(r" - at `\$(.*)`$")
+ALIKE = 0.75
+"""Likeness from which one key may have been meant by another: a letter or two differ."""
 
 
 def against_schema(data: Mapping[str, Any]) -> list[str]:
@@ -128,16 +130,24 @@ def _fix(section: type[msgspec.Struct], key: str, value: Any, kind: inspect.Type
 
 def _unknown(where: str, path: str, siblings: list[str]) -> str:
     key = where.rpartition(".")[2]
-    near = get_close_matches(key, siblings, n=1)
+    near = _near(key, siblings)
     if near:
         hint = f"did you mean {path + '.' if path else ''}{near[0]}?"
     else:
-        everywhere = list(leaves())
-        same = [known for known in everywhere if known.rpartition(".")[2] == key]
-        close = same or get_close_matches(where, everywhere, n=1)
+        elsewhere: dict[str, list[str]] = {}
+        for known in leaves():
+            elsewhere.setdefault(known.rpartition(".")[2], []).append(known)
+        close = [known for name in _near(key, list(elsewhere)) for known in elsewhere[name]]
         hint = f"did you mean {' or '.join(close)}?" if close else ""
     known = f"keys of {path}" if path else "keys at the top"
     return f"{where}: no such key{'; ' + hint if hint else '.'} The {known} are {', '.join(siblings)}"
+
+
+def _near(key: str, names: list[str]) -> list[str]:
+    """The name that may have been meant by `key`, if any."""
+    return (
+        get_close_matches(key, names, n=1, cutoff=ALIKE) or [name for name in names if name.startswith(f"{key}_")][:1]
+    )
 
 
 # --- words for types -------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from pipeline import eventlog, rundir
 from pipeline.errors import Exit, PipelineError
 from pipeline.replay import journals
 from pipeline.replay.recorded import Log, Track, eras_of
-from pipeline.rundir import RunDir, config_of
+from pipeline.rundir import BUNDLE, RunDir, config_of
 from pipeline.runtime.journal import Journal, Record, fingerprint
 from pipeline.secrets import Scrubber
 from pipeline.why import load, render
@@ -74,7 +74,7 @@ def make(run: RunDir, out: Path, *, payloads: bool = False, stacks: bool = True)
             shutil.copytree(run / "payloads", folder / "payloads", ignore=shutil.ignore_patterns("lock"))
         facts["stacks"] = _stacks(RunDir(folder), folder) if stacks else "not asked for"
         facts |= {"payloads": payloads, "hidden": scrub.hits, "format": FORMAT, "damage": damage}
-        (folder / "bundle.json").write_text(json.dumps(facts, indent=2) + "\n")
+        (folder / BUNDLE).write_text(json.dumps(facts, indent=2) + "\n")
         _pack(folder, out)
     return facts
 
@@ -200,9 +200,12 @@ def _clean(value: Any, scrub: Scrubber, data: bytes, *, payloads: bool) -> Any:
 
 
 def _emptied(value: Any) -> Any:
-    """Without prompts: what a producer hands over stays with the owner of the data."""
+    """Without prompts: what a producer hands over stays with the owner of the data.
+
+    Payloads keep their sizes, for these decide too: blanks behind JSON are JSON, and compress to nothing.
+    """
     if isinstance(value, TaskIssued | FetchedTask):
-        return msgspec.structs.replace(value, payload=EMPTY)
+        return msgspec.structs.replace(value, payload=EMPTY.ljust(len(value.payload)))
     if isinstance(value, Delivered) and isinstance(value.envelope.body, TaskIssued):
         body = _emptied(value.envelope.body)
         return msgspec.structs.replace(value, envelope=msgspec.structs.replace(value.envelope, body=body))

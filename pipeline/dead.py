@@ -20,7 +20,9 @@ from contracts.events import kind
 from pipeline import eventlog
 from pipeline.bus import Bus, BusError, BusUnavailable, Letter
 from pipeline.errors import Exit, PipelineError
+from pipeline.invocation import command
 from pipeline.rundir import RunDir
+from pipeline.verdict import NORMAL
 
 CONNECT_S = 3.0
 REQUEUED = "+dead."
@@ -149,6 +151,15 @@ def _time(at: float) -> str:
 # --- store ---
 
 
+def _elsewhere(run: RunDir, ended: str | None) -> str:
+    """Where to look instead."""
+    log = f"`{command('log', run.path, '--kind', 'bus.data_lost')}` names what was given up"
+    if ended in NORMAL:
+        return f"the run has finished ({ended}), its store has ended with it, and nothing is left to be done. {log}"
+    resume = command("up", "--resume", run.path)
+    return f"look while the run is live (`{resume}`), or set REDIS_URL to its server. {log}"
+
+
 def _with_bus(run: RunDir, work: Callable[[Bus], Awaitable[T]]) -> T:
     info = run.info()
     given = os.environ.get("REDIS_URL")
@@ -168,9 +179,7 @@ def _with_bus(run: RunDir, work: Callable[[Bus], Awaitable[T]]) -> T:
     except BusUnavailable as error:
         if given:
             raise PipelineError(f"dead letters are in the run's store: {error}", Exit.BROKER) from error
-        fix = f"look while the run is live (`pipeline up --resume {run.path}`), or set REDIS_URL to its server"
-        raise PipelineError(
-            f"dead letters are in the run's store, and {url} does not answer: {fix}", Exit.BROKER
-        ) from error
+        said = f"dead letters are in the run's store, and {url} does not answer"
+        raise PipelineError(f"{said}: {_elsewhere(run, info.ended)}", Exit.BROKER) from error
     except BusError as error:
         raise PipelineError(f"dead letters are in the run's store: {error}", Exit.BROKER) from error

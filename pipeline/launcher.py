@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import structlog
 
+from actors.trainer import checkpoint
 from config import loading
 from config.schema import RunConfig
 from contracts.core import Entry
@@ -24,6 +25,7 @@ from pipeline.bus import Bus, BusError, redact
 from pipeline.cluster import Cluster
 from pipeline.driver import Driver
 from pipeline.errors import Exit, PipelineError
+from pipeline.invocation import command
 from pipeline.outside import Outside
 from pipeline.progress import Lines, reporter
 from pipeline.rundir import RunDir
@@ -33,13 +35,21 @@ from pipeline.view import View
 
 KEPT = 5000
 """Steps, refits and mishaps that the driver's view holds."""
+SIMULATED = (loading.RECIPES / "simulated.yaml").resolve()
 AGAIN_S = 0.5
 """A signal that follows the first one sooner is the same once more: `timeout` tells a process, and then its group."""
 
 
 def up(recipe: str, overrides: Sequence[str]) -> Exit:
     """Run `recipe` to its end; answers the exit code. Raises `PipelineError` for what is wrong before it begins."""
-    config = preflight.absolute(rundir.load_config(recipe, overrides), Path.cwd())
+    config = rundir.load_config(recipe, overrides)
+    if loading.find(recipe).resolve() == SIMULATED:
+        raise PipelineError(
+            f"recipe {recipe!r} has the sizes of a simulation and trains nothing: `pipeline simulate` runs it, with "
+            "the same settings; the smallest run that trains is `pipeline up quickstart`",
+            Exit.USAGE,
+        )
+    config = preflight.absolute(config, Path.cwd())
     preflight.check(config)
     digest = loading.digest(config)
     info = rundir.describe(config.name, config, digest)
@@ -193,7 +203,8 @@ class Session:
                 loop.add_signal_handler(number, self._signalled)
             self._reporter.note("run started", run=run, run_dir=str(self._directory.path), resumed=self._resumed)
             if self._config.launch.mode == "external":
-                self._reporter.note("waiting for actors", each=f"pipeline actor NAME --run {self._directory.path}")
+                each = command("actor", "NAME", "--run", self._directory.path)
+                self._reporter.note("waiting for actors", each=each)
             digest = loading.digest(self._config)
             cursors = {stream: entry.entry for stream, entry in last.items()}
             return await driver.run(broker.url, digest, cursors, resumed=self._resumed)
@@ -214,7 +225,8 @@ class Session:
         if now - self._signalled_at < AGAIN_S:
             return
         self._reporter.__exit__(None, None, None)
-        print(f"killed; resume with: {self._resume_command()}", file=sys.stderr, flush=True)
+        ((what, how),) = self._next().items()
+        print(f"killed; {what}: {how}", file=sys.stderr, flush=True)
         os._exit(Exit.INTERRUPTED)
 
     # --- after ---
@@ -231,20 +243,28 @@ class Session:
             self._reporter.note(verdict.message)
         places: dict[str, Any] = {"run_dir": str(path), "events": str(self._directory.events)}
         places |= {"metrics": str(path / "metrics.jsonl"), "tensorboard": str(path / "tensorboard")}
-        if self._view.checkpoint is not None:
-            places["checkpoint"] = str(path / "checkpoints" / Path(self._view.checkpoint.path).name)
+        saved = self._view.checkpoint
+        if saved is not None and (mine := checkpoint.own(path / "checkpoints", saved.path)).is_dir():
+            places["checkpoint"] = str(mine)
         if self._view.rows:
             try:
                 places["report"] = str(report.write(self._directory))
             except (PipelineError, OSError) as error:
                 self._reporter.error(f"no report: {error}")
         if verdict.code is not Exit.DONE:
-            places["resume"] = self._resume_command()
+            places |= self._next()
         self._say(places)
         return verdict.code
 
+    def _next(self) -> dict[str, str]:
+        """How to go on: a resume, after the repair that it needs, if any."""
+        lost = self._view.restores.lost(self._directory / "checkpoints")
+        if lost is None:
+            return {"resume": self._resume_command()}
+        return {"no_resume": f"{lost}; once it is put back from a copy: {self._resume_command()}"}
+
     def _resume_command(self) -> str:
-        return f"pipeline up --resume {self._directory.path}"
+        return command("up", "--resume", self._directory.path)
 
     def _say(self, places: dict[str, Any]) -> None:
         if isinstance(self._reporter, Lines):

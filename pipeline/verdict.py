@@ -13,6 +13,9 @@ from pipeline.errors import Exit
 from pipeline.host import Left
 from pipeline.view import View
 
+NORMAL = ("trained", "target reward reached", "no more tasks")
+"""Reasons of an end with which the run is done."""
+
 
 class Verdict(msgspec.Struct, frozen=True):
     """The run ends with `code`; `reason` goes into the log, `message` to the person."""

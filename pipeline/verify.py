@@ -18,8 +18,13 @@ from contracts.envelope import Envelope
 from contracts.events import Event, Member, Provenance
 from pipeline.accounts import Accounts
 from pipeline.dead import REQUEUED
-from pipeline.rundir import RunDir
+from pipeline.invocation import command
+from pipeline.restoring import Restores
+from pipeline.rundir import BUNDLE, RunDir
+from pipeline.verdict import NORMAL
 
+RESUMABLE = "resumable"
+"""The one rule about files: a run that has not finished can be resumed. No bundle can."""
 SHOWN = 10
 """Findings of one rule that a person is shown."""
 
@@ -401,10 +406,18 @@ def verify(run: RunDir) -> tuple[list[Finding], Summary]:
     from pipeline.eventlog import archived
     from pipeline.rundir import config_of
 
-    verifier = Verifier.of(config_of(run))
+    verifier, restores, finished = Verifier.of(config_of(run)), Restores(), None
     for entry, envelope in sorted(archived(run), key=lambda item: number(item[0].entry)):
         verifier.apply(envelope, number(entry.entry))
-    return verifier.findings(), verifier.summary()
+        restores.apply(envelope.body)
+        if isinstance(envelope.body, events.RunStarted | events.RunFinished):
+            finished = getattr(envelope.body, "reason", None)
+    findings = verifier.findings()
+    lost = restores.lost(run / "checkpoints")
+    if lost is not None and finished not in NORMAL and not (run / BUNDLE).exists():
+        message = f"a resume finds no checkpoint to go on from: {lost}. Put one of them back from a copy"
+        findings.append(Finding(RESUMABLE, message, None))
+    return findings, verifier.summary()
 
 
 def told(findings: Sequence[Finding], run: str) -> Iterator[str]:
@@ -418,6 +431,6 @@ def told(findings: Sequence[Finding], run: str) -> Iterator[str]:
     first = next((finding.event for finding in findings if finding.event is not None), None)
     if findings:
         yield f"broken: {', '.join(counts)}; docs/reference/invariants.md says what each promises and who keeps it"
-        until = "" if first is None else f" --until {first}"
-        yield f"look: `pipeline log {run}{until}` for what came before, `pipeline replay {run} --check` for the"
-        yield f"decisions of each actor; `pipeline bundle {run}` makes the file for a report"
+        until = () if first is None else ("--until", first)
+        yield f"look: `{command('log', run, *until)}` for what came before, `{command('replay', run, '--check')}` for"
+        yield f"the decisions of each actor; `{command('bundle', run)}` makes the file for a report"

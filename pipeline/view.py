@@ -15,6 +15,7 @@ from actors.recorder.metrics import Refit, Row, Steps, refit
 from contracts import events
 from contracts.envelope import Envelope
 from contracts.events import Event
+from pipeline.restoring import Restores
 
 RATE_S = 15.0
 """Window of the generation rate."""
@@ -88,7 +89,10 @@ class View:
         self.serving: dict[str, int] = {}
         self.depth: events.BufferDepth | None = None
         self.checkpoint: events.CheckpointSaved | None = None
+        self.restores = Restores()
         self.issued = 0
+        self.batched = 0
+        """Groups that are in a batch, trained or not."""
         self.exhausted = False
         self.started_at: float | None = None
         self.first_commit_at: float | None = None
@@ -101,6 +105,7 @@ class View:
             events.SampleFailed: self._sample_failed,
             events.TrajectoryRejected: self._rejected,
             events.GroupDropped: self._dropped,
+            events.BatchReady: self._batched,
             events.BufferDepth: self._depth_known,
             events.EvalFinished: self._evaluated,
             events.PolicyReady: self._policy,
@@ -205,6 +210,16 @@ class View:
         """The source has no more tasks, and those still open can't fill a batch of `groups`."""
         return self.exhausted and self.issued - self._trained_groups() - sum(self.drops.values()) < groups
 
+    @property
+    def open_groups(self) -> int:
+        """Groups that are issued, and neither in a batch nor dropped."""
+        return self.issued - self.batched - sum(self.drops.values())
+
+    @property
+    def queued_groups(self) -> int:
+        """Groups in batches that the trainer has yet to train, or to train again."""
+        return self.batched - self._trained_groups()
+
     def _trained_groups(self) -> int:
         return self._settled + sum(self._groups.values())
 
@@ -246,6 +261,9 @@ class View:
     def _dropped(self, event: events.GroupDropped, wall: float) -> None:
         self.drops[event.reason] += 1
 
+    def _batched(self, event: events.BatchReady, wall: float) -> None:
+        self.batched += len(event.groups)
+
     def _depth_known(self, event: events.BufferDepth, wall: float) -> None:
         self.depth = event
 
@@ -263,6 +281,7 @@ class View:
 
     def _checkpoint(self, event: events.CheckpointSaved, wall: float) -> None:
         self.checkpoint = event
+        self.restores.apply(event)
         for version in [version for version in self._groups if version <= event.version]:
             self._settled += self._groups.pop(version)
 
@@ -314,6 +333,7 @@ class View:
 
     def _failed(self, event: events.ActorFailed, wall: float) -> None:
         self.failures.append(Failure(event.actor, event.error, event.message, event.fatal, wall))
+        self.restores.apply(event)
 
     def _exhausted(self, event: events.DataExhausted, wall: float) -> None:
         self.exhausted = True

@@ -70,6 +70,8 @@ def read_meta(path: Path, *, verify: bool = True) -> dict[str, Any]:
 
     Raises `CheckpointError`.
     """
+    if not path.exists():
+        raise CheckpointError(f"{path} is gone")
     try:
         document = json.loads((path / META).read_text())
         version, meta, files = document["format"], document["meta"], document["files"]
@@ -89,6 +91,11 @@ def latest(root: Path) -> Path | None:
     """
     found = _all(root)
     return found[-1] if found else None
+
+
+def is_name(name: str) -> bool:
+    """Whether a checkpoint may be called so."""
+    return _NAME.fullmatch(name) is not None
 
 
 def own(root: Path, recorded: str) -> Path:

@@ -75,6 +75,9 @@ class Link:
         self._outage_s = outage_s
         self._slots = asyncio.Semaphore(CONNECTIONS)
         self._log = structlog.get_logger().bind(store=str(address))
+        self._opened = False
+        self._lost_at: float | None = None
+        """Since when nothing has been answered; the first of the commands that wait says so."""
 
     @classmethod
     async def open(cls, url: str, run: str, actor: str, outage_s: float, connect_s: float) -> Link:
@@ -88,7 +91,7 @@ class Link:
         except BaseException:
             await link.close()
             raise
-        link._outage_s = outage_s
+        link._outage_s, link._opened = outage_s, True
         return link
 
     async def close(self) -> None:
@@ -163,15 +166,26 @@ class Link:
                 now = time.monotonic()
                 why = f"no reply within {reply_s:g} s" if isinstance(error, TimeoutError) else str(error)
                 if lost_at is None:
-                    self._log.warning("store unreachable", error=why)
+                    self._lost(now, why)
                     lost_at = now
                 elif now - lost_at >= self._outage_s:
                     raise BusUnavailable(self._unreachable(why)) from error
                 await asyncio.sleep(_pause(tries))
             else:
-                if lost_at is not None:
-                    self._log.info("store back", outage_s=round(time.monotonic() - lost_at, 3))
+                self._found()
                 return result
+
+    def _lost(self, now: float, why: str) -> None:
+        """Say that the store is waited for. Whoever opens a link, or logs nothing, tells of a failure himself."""
+        if self._lost_at is None and self._opened and structlog.is_configured():
+            self._lost_at = now
+            limit = round(self._outage_s, 3)
+            self._log.warning("the store does not answer: waiting for it", at_most_s=limit, error=why)
+
+    def _found(self) -> None:
+        if self._lost_at is not None:
+            self._log.info("store back", outage_s=round(time.monotonic() - self._lost_at, 3))
+            self._lost_at = None
 
     def _unreachable(self, error: str) -> str:
         return (

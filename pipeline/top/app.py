@@ -185,6 +185,10 @@ class Top(App[None]):
     def action_leave(self) -> None:
         self.set_focus(None)
 
+    def on_input_submitted(self, submitted: Input.Submitted) -> None:
+        """The search stands; keys are commands again."""
+        self.set_focus(None)
+
     def action_tab(self, name: str) -> None:
         panes = {"events": "events-pane", "why": "why-pane"}
         self.query_one(TabbedContent).active = panes.get(name, name)

@@ -24,10 +24,11 @@ from pipeline.ui._index import Index, Query, Rows
 from pipeline.ui._plots import charts
 from pipeline.ui._samples import Samples
 from pipeline.ui._timeline import Timeline, order
+from pipeline.verdict import NORMAL
 from pipeline.view import View
 from pipeline.why import render
 from pipeline.why.diagnosis import NOTHING, diagnose
-from pipeline.why.load import NORMAL, Follower
+from pipeline.why.load import Follower
 from pipeline.why.look import Look
 from pipeline.why.model import Model
 from pipeline.why.result import Diagnosis, Evidence

@@ -39,8 +39,9 @@ IDLE_S = 2.0
 
 _log = logging.getLogger("pipeline.ui")
 
-State = Literal["loading", "live", "lost", "archived"]
-"""live: followed in its store; lost: live, but its store does not answer; archived: nobody writes it."""
+State = Literal["loading", "live", "lost", "archived", "stopped"]
+"""live: followed in its store; lost: live, but its store does not answer; archived: nobody writes it; stopped: it is
+not followed any more, for `problem`."""
 
 
 def cores() -> int:
@@ -74,7 +75,7 @@ class Source:
         self._changed = asyncio.Condition()
 
     async def follow(self) -> None:
-        """Read the run until cancelled; whatever can't be read is said in `problem`."""
+        """Read the run until cancelled; whatever can't be read is said in `problem`, and so is a fault of ours."""
         while True:
             try:
                 await self._archive()
@@ -86,6 +87,12 @@ class Source:
                 self.problem = str(error)
                 await self._tell("archived")
                 await asyncio.sleep(IDLE_S)
+            except Exception as error:
+                _log.exception("the page follows the run no more")
+                said = f"{type(error).__name__}: {error}"
+                self.problem = f"{said}; this page follows the run no more: start `pipeline ui` again"
+                await self._tell("stopped")
+                return
 
     async def change(self, version: int, timeout_s: float) -> None:
         """Wait until `version` is passed, for `timeout_s` at most."""
@@ -237,7 +244,7 @@ class Source:
         """The moment that is judged: the present of a live run, else the last that its archive tells of."""
         if self.live or (self.state == "loading" and not self.data.model.events):
             return self._clock()
-        if self.state == "loading":
+        if self.state in ("loading", "stopped"):
             return self.data.model.last_at
         return load.end_of(self.run, self.data.model)
 
@@ -251,7 +258,7 @@ class Source:
     async def _judge(self) -> Shown:
         now = self.now()
         shown = self.data.diagnose(now, self._evidence, live=self.live)
-        if not shown.diagnosis.stuck or self.live or shown.stopped or self.state == "loading":
+        if not shown.diagnosis.stuck or self.live or shown.stopped or self.state in ("loading", "stopped"):
             return shown
         seen = await asyncio.to_thread(load.look_into, self.run, self.config)
         self._evidence = msgspec.structs.replace(self._evidence, states=seen.states, heard=seen.heard)

@@ -23,6 +23,7 @@ from pipeline.errors import PipelineError
 from pipeline.eventlog import Batch
 from pipeline.moments import Moment
 from pipeline.rundir import RunDir
+from pipeline.verdict import NORMAL
 from pipeline.why.diagnosis import diagnose
 from pipeline.why.look import FLOOR_S
 from pipeline.why.model import Model
@@ -34,8 +35,6 @@ LOOKED_INTO = ("gateway", "collector", "engine")
 """Kinds of actors whose state tells what no event does."""
 NOTED = (ActorBooted, RunStopping)
 """Kinds of which a `Follower` itself takes note."""
-NORMAL = ("trained", "target reward reached", "no more tasks")
-"""Reasons of an end that is none of a stall."""
 
 
 class Case(msgspec.Struct, frozen=True):

@@ -8,7 +8,7 @@ import { Samples } from "./samples.js";
 import { Timeline } from "./timeline.js";
 
 const VIEWS = embedded ? ["overview", "timeline", "events"] : ["overview", "timeline", "events", "trajectories"];
-const STATES = { loading: "reading the log", live: "live", lost: "store lost", archived: "archived", gone: "server gone" };
+const STATES = { loading: "reading the log", live: "live", lost: "store lost", archived: "archived", stopped: "not followed", gone: "server gone" };
 
 class App {
   constructor() {

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import asyncio
 
-from pipeline.bus import Bus, BusError, link
+import pytest
+import structlog
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from pipeline.bus import Bus, BusError, address, link
 
 
 async def test_without_hiredis_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,3 +45,30 @@ def test_a_node_of_a_cluster_is_refused_as_a_single_server() -> None:
 def test_a_server_that_names_no_version_is_refused() -> None:
     with pytest.raises(BusError, match="version 0"):
         link.check(b"", "where")
+
+
+class Patchy:
+    """A store that does not answer the first `misses` tries."""
+
+    def __init__(self, misses: int) -> None:
+        self.misses = misses
+
+    async def __call__(self) -> str:
+        self.misses -= 1
+        if self.misses >= 0:
+            raise RedisConnectionError("Error 111")
+        return "reply"
+
+
+@pytest.mark.parametrize(("opened", "configured"), [(True, True), (True, False), (False, True)])
+async def test_an_outage_is_told_once_by_a_link_that_is_open_to_those_who_log(
+    opened: bool, configured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = link.Link(None, address.parse("redis://localhost"), 60.0)  # pyright: ignore[reportArgumentType]
+    made._opened = opened
+    monkeypatch.setattr(structlog, "is_configured", lambda: configured)
+    with structlog.testing.capture_logs() as logged:
+        made._log = structlog.get_logger()
+        assert await asyncio.gather(*(made.run(Patchy(misses)) for misses in (2, 3, 0))) == ["reply"] * 3
+    told = [entry["event"] for entry in logged]
+    assert told == (["the store does not answer: waiting for it", "store back"] if opened and configured else [])

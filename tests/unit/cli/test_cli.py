@@ -105,6 +105,7 @@ def test_what_a_terminal_has_no_sign_for_becomes_a_question_mark(tmp_path: Path)
         (["up", ""], Exit.USAGE, "no recipe ''. Shipped are"),
         (["up", "quikstart"], Exit.USAGE, "no recipe 'quikstart'; did you mean quickstart?"),
         (["up", "nowhere.yaml"], Exit.USAGE, "no such file"),
+        (["up", "simulated", "steps=3"], Exit.USAGE, "trains nothing: `pipeline simulate` runs it"),
         (["up", "trainer.lrr=1"], Exit.USAGE, "did you mean trainer.lr?"),
         (["up", "quickstart", "steps=many"], Exit.USAGE, "steps=many: expected a whole number"),
         (["up", "quickstart", "steps"], Exit.USAGE, "expected key=value"),
@@ -487,7 +488,18 @@ def test_an_actor_without_its_store_or_of_unknown_name_is_refused(
             raise error
 
         monkeypatch.setattr("pipeline.runtime.run_actor", fail)
-        assert call("actor", "x", "--run", str(run.path)).exit_code == code
+        assert call("actor", "engine-9", "--run", str(run.path)).exit_code == code
+    for name in ("nosuch", "engine", "buffer-0"):
+        result = call("actor", name, "--run", str(run.path))
+        assert (result.exit_code, f"no actor {name!r} in this run; it has recorder" in result.output) == (
+            Exit.USAGE,
+            True,
+        )
+    run.update(ended="trained")
+    assert "; the run has ended (trained) besides" in call("actor", "nosuch", "--run", str(run.path)).output
+    assert "buffer: the run has ended (trained), and its store does not answer: gone" in (
+        call("actor", "buffer", "--run", str(run.path)).output
+    )
 
 
 @pytest.mark.parametrize("by_ray", [False, True])

@@ -171,5 +171,10 @@ def test_without_a_store_it_says_which_one_it_looked_for(
     monkeypatch.setenv("REDIS_URL", url)
     assert f"REDIS_URL={url} could not be reached" in grave.pipeline("list").stderr
     monkeypatch.delenv("REDIS_URL")
+    grave.run.update(ended="trained")
+    finished = grave.pipeline("list").stderr
+    assert "the run has finished (trained), its store has ended with it, and nothing is left to be done" in finished
+    assert f"`pipeline log {grave.run.path} --kind bus.data_lost`" in finished
+    assert "--resume" not in finished
     grave.run.update(redis_url=None)
     assert "set REDIS_URL" in grave.pipeline("list").stderr

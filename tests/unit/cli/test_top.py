@@ -199,6 +199,16 @@ async def test_events_are_searched_and_their_text_is_no_markup(make_run: Callabl
         assert app.query_one(TabbedContent).active == "why-pane"
 
 
+async def test_the_search_box_takes_every_key_until_enter_and_then_q_quits(make_run: Callable[..., RunDir]) -> None:
+    app = Top(Feed(make_run(trained(1)), CONFIG), CONFIG)
+    async with app.run_test(size=(140, 45)) as pilot:
+        await until(pilot, lambda: bool(shown(app, "events")))
+        await pilot.press("slash", *"q4")
+        assert (app.query_one("#search", Input).value, app.return_code) == ("q4", None)
+        await pilot.press("enter", "q")
+        await until(pilot, lambda: app.return_code == 0)
+
+
 async def test_a_tick_while_the_application_closes_draws_nothing(make_run: Callable[..., RunDir]) -> None:
     app = Top(Feed(make_run(trained(1)), CONFIG), CONFIG)
     async with app.run_test(size=(140, 45)) as pilot:

@@ -19,7 +19,8 @@ from click.testing import CliRunner
 from actors.recorder import archive as archives
 from actors.recorder.archive import Writer
 from config import loading
-from contracts import events
+from config.schema import EvalConfig
+from contracts import events, limits
 from contracts.envelope import decode, encode
 from pipeline import bundle, cli
 from pipeline.errors import Exit, PipelineError
@@ -29,7 +30,7 @@ from pipeline.rundir import RunDir, config_of
 from pipeline.secrets import Scrubber
 from pipeline.simulate import archive
 from tests.stalls.gallery import PATIENT, long_tail_in_drain
-from tests.stalls.scene import Scene
+from tests.stalls.scene import BASE, Scene
 
 SECRET = "hunter2-hunter2"
 
@@ -39,16 +40,7 @@ def stalled(tmp_path: Path) -> RunDir:
     """A stalled run with a secret in its logs, its configuration and its events, and prompts in its tasks."""
     scene = Scene(PATIENT)
     long_tail_in_drain(scene)
-    shell: Any = scene["source"].shell
-    perform = shell.perform
-
-    def prompts(actor: Any, command: Any) -> None:
-        after = actor.after
-        actor.after = lambda delay, fetched: after(delay, _with_prompts(fetched))
-        perform(actor, command)
-        actor.after = after
-
-    shell.perform = prompts
+    _prompting(scene)
     scene.start()
     scene.run(30.0)
     scene.world.post(
@@ -62,6 +54,20 @@ def stalled(tmp_path: Path) -> RunDir:
     (run / "run.json").write_text(json.dumps(info))
     (run / "config.yaml").write_bytes(msgspec.yaml.encode(info["config"]))
     return run
+
+
+def _prompting(scene: Scene) -> None:
+    """The scene's tasks get prompts."""
+    shell: Any = scene["source"].shell
+    perform = shell.perform
+
+    def prompts(actor: Any, command: Any) -> None:
+        after = actor.after
+        actor.after = lambda delay, fetched: after(delay, _with_prompts(fetched))
+        perform(actor, command)
+        actor.after = after
+
+    shell.perform = prompts
 
 
 def _with_prompts(fetched: Any) -> Any:
@@ -99,6 +105,22 @@ def test_a_bundle_is_a_run_that_replays_and_is_explained(stalled: RunDir, tmp_pa
     assert "drain_tail (engine-0)" in (run / "why.txt").read_text()
     result = CliRunner().invoke(cli.main, ["why", str(run.path), "--json"])
     assert json.loads(result.output)["cause"]["code"] == "drain_tail"
+
+
+def test_what_was_refused_for_its_size_is_refused_without_its_data_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(limits, "HELD_OUT", 400)
+    config = msgspec.structs.replace(BASE, eval=EvalConfig(every=5, groups=16))
+    scene = Scene(config)
+    _prompting(scene)
+    scene.start()
+    scene.run(30.0)
+    run = archive.write(scene.world, config, tmp_path / "run")
+    bundle.make(run, tmp_path / "b.tar.gz", stacks=False)
+    unpacked = bundle.unpack(tmp_path / "b.tar.gz", tmp_path / "unpacked")
+    assert b"HeldOutTooLarge" in content(unpacked)
+    assert b"owner's data" not in content(unpacked)
+    for each in (run, unpacked):
+        assert check(Recorded.read(each, config_of(each))).divergences == ()
 
 
 def test_a_divergence_of_the_run_is_one_of_the_bundle(stalled: RunDir, tmp_path: Path):

@@ -159,6 +159,24 @@ async def test_a_damaged_archive_is_named(tmp_path: Path, scene: Scene):
         assert "is missing" in (await get(client, "/api/status"))["problem"]
 
 
+async def test_a_fault_of_ours_is_told_as_the_end_of_following(
+    tmp_path: Path, scene: Scene, monkeypatch: pytest.MonkeyPatch
+):
+    run = archive.write(scene.world, BASE, tmp_path / "run")
+
+    def fails(*_: object) -> None:
+        raise KeyError("a case that nobody thought of")
+
+    monkeypatch.setattr("pipeline.ui._data.RunData.judge", fails)
+    app = _server.app(run, BASE, "127.0.0.1")
+    async with TestClient(TestServer(app)) as client:
+        source = app[_server.SOURCE]
+        await until(source, lambda: bool(source.problem))
+        status = await get(client, "/api/status")
+        assert "KeyError: 'a case that nobody thought of'; this page follows the run no more" in status["problem"]
+        assert status["state"] == "stopped"
+
+
 # --- who may ask ---
 
 

@@ -11,7 +11,7 @@ import structlog
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
-from story import Story, trained
+from story import Story, batch, issued, trained
 
 from config.schema import RunConfig
 from contracts import events
@@ -44,7 +44,10 @@ def test_the_panel_shows_step_reward_buffer_refits_tokens_and_waits() -> None:
     story.add(events.EvalFinished(version=10, step=10, mean_reward=0.625, samples=4))
     story.add(events.WaitStarted(actor="trainer", on="buffer", cause="no batch"))
     story.add(events.SampleFailed(task="t", index=9, sample=0, attempt=3, samples=2, failure="infra", reason="gone"))
-    story.add(events.GroupDropped(task="t", index=9, reason="stale", samples=2))
+    for number in (11, 12, 13):
+        story.add(issued(number), 0.0)
+    story.add(batch(11, [0.5]), 0.0)
+    story.add(events.GroupDropped(task="t", index=12, reason="stale", samples=2))
     story.add(events.RefitFailed(epoch=12, version=10, phase="load", reason="deadline"))
     story.add(
         events.RefitRequested(epoch=13, version=10, step=10, engines=(), gateways=(), drain="finish", deadline_at=0)
@@ -55,7 +58,7 @@ def test_the_panel_shows_step_reward_buffer_refits_tokens_and_waits() -> None:
     assert lines["reward"].startswith("0.750  ▁")
     assert lines["reward"].endswith("█")
     assert lines["held out"].startswith("0.625 at step 10")
-    assert lines["buffer"] == "1 groups ready, 2 open; staleness 0.50, at most 1"
+    assert lines["buffer"] == "1 groups open, 1 in batches to be trained; staleness 0.50, at most 1"
     assert lines["refits"] == (
         "11, last pause 0.50 s (drain 0.20, transfer 0.10), 1 failed, 0 quarantines, epoch 13 to version 10 for 9.5 s"
     )
