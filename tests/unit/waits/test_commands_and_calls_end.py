@@ -379,6 +379,7 @@ def test_an_actor_run_alone_leaves_a_thread_that_hangs_behind() -> None:
     program = """
 import concurrent.futures, threading, types
 import pipeline.runtime, pipeline.single
+from config.schema import RunConfig
 from contracts.core import Overdue
 
 def hung(*_):
@@ -386,7 +387,8 @@ def hung(*_):
     raise Overdue("step 7: not done in 1 s (trainer.step_deadline_s)")
 
 pipeline.runtime.run_actor = hung
-info = types.SimpleNamespace(redis_url="redis://x", run="r")
+info = types.SimpleNamespace(redis_url="redis://x", run="r", ended=None)
+pipeline.single.config_of = lambda _: RunConfig()
 pipeline.single.RunDir = types.SimpleNamespace(find=lambda _: types.SimpleNamespace(path="d", info=lambda: info))
 pipeline.single.run("trainer", "d")
 """
