@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
-from story import Story, trained
+from story import Story, trained  # pyright: ignore[reportMissingImports] - pytest puts its folder on the path
 
 from config.schema import BrokerConfig
 from contracts.envelope import decode, encode

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from story import Story, trained
+from story import Story, trained  # pyright: ignore[reportMissingImports] - pytest puts its folder on the path
 
 from actors.trainer import checkpoint
 from contracts.events import ActorFailed, CheckpointSaved, RunFinished, RunStarted
