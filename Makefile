@@ -93,8 +93,8 @@ $(MEGATRON)/.installed: constraints-megatron.txt $(VENV)/.installed
 	touch $@
 
 # A process for each file: of gloo's groups, destroyed or not, every one keeps some descriptors open.
-test-megatron: install megatron ## The megatron backend on the CPU: parity, parallel sizes, resume, failures, a whole run
-	$(foreach part,policy ranks run,$(MEGATRON)/bin/python -m pytest -W ignore -o timeout=600 --durations=8 \
+test-megatron: install megatron ## The megatron backend on the CPU: parity, parallel sizes, offload, resume, failures, a whole run
+	$(foreach part,policy offload ranks run,$(MEGATRON)/bin/python -m pytest -W ignore -o timeout=600 --durations=8 \
 		tests/lanes/megatron/test_$(part).py &&) true
 
 PLAYWRIGHT := playwright==1.65.2

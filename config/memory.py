@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -79,22 +79,51 @@ def too_much(found: Needs, free: Mapping[int, int]) -> str | None:
     return None
 
 
+class _Share(NamedTuple):
+    """Bytes that one rank of the trainer has of each; `reference` of the initial weights, for a KL term."""
+
+    weights: int
+    reference: int
+    gradients: int
+    optimizer: int
+
+
+def _share(config: RunConfig, model: Model) -> _Share:
+    """At the least, for megatron: what it pads, and vocabularies that two pipeline stages hold, are left out."""
+    trainer, size = config.trainer, BYTES[config.model.dtype]
+    again = 1 if trainer.loss.kl_coef else 0
+    if trainer.backend == "torch":
+        share = 4 * model.parameters // trainer.ranks
+        return _Share(share, again * share, share, 2 * share)
+    sizes = trainer.megatron
+    part = model.parameters // max(sizes.tensor_parallel, sizes.expert_parallel)
+    copies = 4 if size < 4 else 0  # what is float32 is optimized in place
+    return _Share(size * part, again * size * part, 4 * part, (8 + copies) * model.parameters // trainer.ranks)
+
+
 def _trainer(config: RunConfig, model: Model, found: Needs) -> None:
-    """Of the torch backend; megatron spreads a model in more ways than are told here."""
+    """Pipeline stages are not told: they may be unlike each other."""
     trainer, places = config.trainer, gpus.of_trainer(config)
-    if trainer.backend != "torch":
+    if trainer.megatron.pipeline_parallel > 1:
         return
-    share = 4 * model.parameters // trainer.ranks
+    megatron = trainer.backend == "megatron"
     sent = BYTES[config.model.dtype] * model.parameters
-    weights = share * (2 if trainer.loss.kl_coef else 1)
-    kept = (0 if trainer.offload == "all" else weights) + (0 if trainer.offload != "none" else 2 * share)
+    share = _share(config, model)
+    weights = share.weights + share.reference
+    kept = 0 if trainer.offload == "all" else weights
+    if trainer.offload == "none":
+        kept += share.optimizer + (share.gradients if megatron else 0)
     whole = config.refit.transport == "ipc" and is_direct(config)
     for rank, gpu in enumerate(places):
         own = [Part("trainer's frozen copies", COPIES * sent)] if rank == 0 else []
         own.append(Part("CUDA of the trainer", CONTEXT))
         buffer = [Part("the copy that engines read", sent)] if whole and rank == 0 else []
         between = [Part("trainer between steps", kept)] if kept else []
-        step = [Part("trainer's weights", weights), Part("gradients", share), Part("optimizer", 2 * share)]
+        step = [
+            Part("trainer's weights", weights),
+            Part("gradients", share.gradients),
+            Part("optimizer", share.optimizer),
+        ]
         found["a step"][gpu] += [*own, *buffer, *step]
         found["a refit"][gpu] += [*own, *buffer, *between]
         found["generation"][gpu] += [*own, *buffer, *between]
@@ -121,6 +150,6 @@ def _cache(config: RunConfig, model: Model, gpu: int, weights: int, ranks: int, 
     size = BYTES[config.model.dtype]
     loaded = 0
     if gpu in gpus.of_trainer(config):
-        loaded = 4 * model.parameters // config.trainer.ranks + COPIES * size * model.parameters
+        loaded = _share(config, model).weights + COPIES * size * model.parameters
     wished = size * model.kv_values * config.engine.max_total_tokens // ranks
     return max(0, min(wished, int(part * (free[gpu] - loaded)) - weights))

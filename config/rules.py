@@ -236,10 +236,6 @@ def _memory(config: RunConfig) -> list[Rule]:
     engine, refit, trainer = config.engine, config.refit, config.trainer
     offload = [
         (
-            trainer.offload == "none" or trainer.backend == "torch",
-            f"trainer.offload={trainer.offload} is for trainer.backend=torch, but the backend is {trainer.backend}",
-        ),
-        (
             trainer.offload == "none" or trainer.device != "cpu" or engine.release != "none",
             f"trainer.offload={trainer.offload} makes room on a GPU, but trainer.device=cpu: leave it out (with "
             "engine.release the whole turn can be tried on a CPU)",

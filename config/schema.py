@@ -210,7 +210,7 @@ class TrainerConfig(Section, frozen=True, kw_only=True):
     """Keep only what enters each layer, and compute the rest again in the backward pass (`torch` only)."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """What waits in pinned host memory between two steps, so that engines on the same GPU have room: the optimizer's
-    state, or the parameters too (`torch` only)."""
+    state, or the parameters too. Megatron's buffers of gradients are given back with either."""
     threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0
     """CPU threads of torch; 0 leaves torch's choice."""
     loss: LossConfig = LossConfig()

@@ -1,7 +1,7 @@
 """Memory of tensors put aside in host memory, so that others on the device have room, and brought back bit for bit.
 
 A tensor stays the object that it is: its storage is emptied and filled again in place, so whoever refers to it, or to a
-view of it (optimizers, FSDP2), goes on as before. Nothing may read or write it meanwhile.
+view of it (optimizers, FSDP2, megatron's buffers), goes on as before. Nothing may read or write it meanwhile.
 """
 
 from __future__ import annotations

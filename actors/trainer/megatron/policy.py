@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import FileStore
 from actors.trainer import checkpoint, hf_files, objective
 from actors.trainer.backend import Job, World
 from actors.trainer.megatron import installation, layers, model, sharded
+from actors.trainer.megatron.offloading import Offloading
 from actors.trainer.megatron.vocabulary import token_statistics
 from actors.trainer.metrics import StepMetrics
 from actors.trainer.packed import layout
@@ -74,6 +75,7 @@ class MegatronPolicy:
         self._replica = parallel_state.get_data_parallel_rank()
         self._replicas = parallel_state.get_data_parallel_world_size()
         self._reference = [p.detach().clone() for p in self._parameters()] if config.loss.kl_coef else None
+        self._offloading = Offloading(self._built, self._reference or (), config, self.device)
 
     def train_step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One step over a batch: `epochs` passes of `minibatches` updates; answers scalar metrics.
@@ -81,6 +83,10 @@ class MegatronPolicy:
         Every rank gets the whole batch. An update whose gradient is not finite is skipped and counted as
         `skipped_updates`. Raises `PackingError`.
         """
+        with self._offloading.everything_here():
+            return self._step(samples)
+
+    def _step(self, samples: Sequence[Sample]) -> dict[str, float]:
         config = self._config
         rate = self._set_learning_rate()
         parts = split(len(samples), config.minibatches, [self._job.seed, self.step])
@@ -100,7 +106,9 @@ class MegatronPolicy:
         """Log-probability of each trainable token, 0 elsewhere: float32 [length] a sample, at its temperature."""
         dealt = self._deal(samples)
         result = [np.zeros(len(sample.ids), dtype=np.float32) for sample in samples]
-        mine = zip(dealt.rows[self._replica], self._score(dealt), strict=True)
+        with self._offloading.weights_here():
+            scored = self._score(dealt)
+        mine = zip(dealt.rows[self._replica], scored, strict=True)
         for row, values in mine if self._speaks else ():
             micro = row.micro
             for number, index in enumerate(micro.samples if micro else ()):
@@ -118,6 +126,10 @@ class MegatronPolicy:
 
         Collective: every rank must take all of it, and gets all of it.
         """
+        with self._offloading.weights_here():
+            yield from self._exported()
+
+    def _exported(self) -> Iterator[tuple[str, Tensor]]:
         for chunk in self._built.chunks:
             # Where parameters are gathered during the forward pass, they are those of the step before until then.
             chunk.start_param_sync(force_sync=True)
@@ -141,8 +153,9 @@ class MegatronPolicy:
             shutil.rmtree(stage, ignore_errors=True)
             stage.mkdir(parents=True)
         dist.barrier()
-        sharded.write(self._built, self.step, stage)
-        weights = {name: tensor.cpu() for name, tensor in self.export()}
+        with self._offloading.weights_here():
+            sharded.write(self._built, self.step, stage, self._offloading.on_host)
+            weights = {name: tensor.cpu() for name, tensor in self.export()}
         if not lead:
             return 0
         files: dict[str, checkpoint.Writer] = {
@@ -160,13 +173,16 @@ class MegatronPolicy:
         Raises `checkpoint.CheckpointError`.
         """
         meta = checkpoint.read_meta(path, verify=False)  # `RankedPolicy` held it to its digests
-        self.step = sharded.read(self._built, path)
+        with self._offloading.everything_here():
+            self.step = sharded.read(self._built, path)
         return meta
 
     def close(self) -> None:
         """Leave the group; the object is of no use then."""
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+        if hasattr(self, "_offloading"):  # not if making it failed
+            self._offloading.drop()
 
     # --- the step ---
 

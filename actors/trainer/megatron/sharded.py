@@ -3,7 +3,9 @@
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+import contextlib
 import queue
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,24 +14,29 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.utils import unwrap_model
+from torch import Tensor
 
 from actors.trainer.checkpoint import CheckpointError
 from actors.trainer.megatron.model import Built, optimizers
 
 LAYOUT = {
     "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,  # gathered in host memory, not on the device
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
 }
 
 
-def write(built: Built, step: int, directory: Path) -> None:
-    """Write everything that a later step depends on into an empty directory. Collective."""
+def write(built: Built, step: int, directory: Path, on_host: Callable[[Tensor], Tensor]) -> None:
+    """Write everything that a later step depends on into an empty directory. Collective.
+
+    `on_host` answers a copy in host memory of a tensor of the optimizer's, which may be elsewhere than it says.
+    """
     # It is written on this thread. megatron's own queue is a server process, which would outlive a killed trainer.
     filesystem_async._results_queue = queue.Queue()  # type: ignore[assignment]
-    dist_checkpointing.save(
-        {**_state(built, loading=False), "step": step}, str(directory), async_strategy="mcore", content_metadata=LAYOUT
-    )
+    with _read_by(on_host, optimizers(built.optimizer)):
+        state = {**_state(built, loading=False), "step": step}
+    dist_checkpointing.save(state, str(directory), async_strategy="mcore", content_metadata=LAYOUT)
 
 
 def read(built: Built, directory: Path) -> int:
@@ -61,6 +68,23 @@ def _state(built: Built, *, loading: bool) -> dict[str, Any]:
     }
     shards = next(iter(models.values())) if len(models) == 1 else models
     return {**models, "optimizer": built.optimizer.sharded_state_dict(shards, is_loading=loading, metadata=LAYOUT)}
+
+
+@contextlib.contextmanager
+def _read_by(on_host: Callable[[Tensor], Tensor], parts: list[Any]) -> Iterator[None]:
+    """Within the block, distributed optimizers read float32 copies and moments by `on_host`."""
+
+    def reader(part: Any) -> Callable[[Any], dict[str, Tensor]]:
+        read = part._get_main_param_and_optimizer_states
+        return lambda parameter: {name: on_host(tensor) for name, tensor in read(parameter).items()}
+
+    for part in parts:
+        part._get_main_param_and_optimizer_states = reader(part)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part._get_main_param_and_optimizer_states
 
 
 def _names(built: Built) -> list[str]:

@@ -14,23 +14,24 @@ from actors.trainer.backend import BackendError
 from actors.trainer.ranks import RankError
 from tests.lanes.megatron.bench import Bench, furthest, same
 
-SPREADS: dict[str, tuple[str, dict[str, Any]]] = {
-    "tensor": ("qwen2", {"tensor_parallel": 2}),
-    "pipeline": ("llama", {"pipeline_parallel": 2}),
-    "experts": ("qwen3-moe", {"expert_parallel": 2}),
-    "data": ("qwen3", {"overlap": True}),
+SPREADS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "tensor": ("qwen2", {"tensor_parallel": 2}, "optimizer"),
+    "pipeline": ("llama", {"pipeline_parallel": 2}, "none"),
+    "experts": ("qwen3-moe", {"expert_parallel": 2}, "all"),
+    "data": ("qwen3", {"overlap": True}, "all"),
 }
+"""Family, `trainer.megatron` and `trainer.offload`."""
 
 
 @pytest.mark.parametrize("spread", SPREADS)
 def test_two_ranks_train_export_and_resume_as_one_process_does(
     spread: str, bench: Callable[[str], Bench], tmp_path: Path
 ) -> None:
-    family, sizes = SPREADS[spread]
+    family, sizes, offload = SPREADS[spread]
     stand = bench(family)
     samples, saved = stand.samples, tmp_path / "v0000000001-step00000001"
     reference = stand.torch()
-    with stand.megatron(ranks=2, megatron=sizes) as policy:
+    with stand.megatron(ranks=2, megatron=sizes, offload=offload) as policy:
         assert furthest(policy.logprobs(samples), reference.logprobs(samples)) < 2e-5
         mine, theirs = policy.train_step(samples), reference.train_step(samples)
         for name in theirs.keys() - {"padding_fraction"}:
@@ -40,6 +41,8 @@ def test_two_ranks_train_export_and_resume_as_one_process_does(
         # what is exported right after the step is what the step made, whether or not parameters are gathered late
         assert furthest(stand.torch(saved).logprobs(samples), policy.logprobs(samples)) < 2e-5
         policy.train_step(samples)
+        reference.train_step(samples)
+        assert furthest(policy.logprobs(samples), reference.logprobs(samples)) < 5e-3
         uninterrupted = dict(policy.export())
         assert uninterrupted["model.embed_tokens.weight"].shape == (131, 128)
         policy.load(saved)

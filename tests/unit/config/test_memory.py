@@ -88,10 +88,35 @@ def test_too_little_is_said_with_gpu_moment_and_parts():
     )
 
 
-def test_megatron_and_engines_elsewhere_are_not_counted():
+MEGATRON = "trainer.backend=megatron"
+
+
+@pytest.mark.parametrize(
+    ("words", "step", "generation"),
+    [
+        # 4 frozen, 2 of the engine; weights 2, gradients 4, moments 8, float32 copies 4
+        ((), 24.0, 24.0),
+        (("trainer.offload=optimizer",), 24.0, 8.0),
+        (("trainer.offload=all",), 24.0, 6.0),
+        (("trainer.loss.kl_coef=0.1", "trainer.offload=optimizer"), 26.0, 10.0),
+        (("model.dtype=float32", "trainer.offload=optimizer"), 8.0 + 4.0 + 4.0 + 4.0 + 8.0, 16.0),
+        # another rank has half of the optimizer, on another GPU
+        (("trainer.ranks=2",), 18.0, 18.0),
+        (("trainer.ranks=2", "trainer.megatron.tensor_parallel=2"), 15.0, 15.0),
+        (("trainer.ranks=2", "trainer.megatron.expert_parallel=2"), 15.0, 15.0),
+    ],
+)
+def test_megatron_keeps_gradients_too_and_weights_in_their_own_dtype(
+    words: tuple[str, ...], step: float, generation: float
+):
+    found = sums(MEGATRON, *words)
+    assert (found["a step"][0], found["generation"][0]) == (step, generation)
+
+
+def test_pipeline_stages_and_engines_elsewhere_are_not_counted():
     config: Any = RunConfig(engine=EngineConfig(kind="external", urls=("http://a",), count=1))
     assert all(not by for by in memory.needs(config, BILLION, {}).values())
-    assert sums("trainer.backend=megatron")["a step"] == {0: 2.0}
+    assert sums(MEGATRON, "trainer.ranks=2", "trainer.megatron.pipeline_parallel=2")["a step"] == {0: 2.0}
 
 
 GIVING = ("sync=true", "trainer.device=cuda:0", "engine.device=cuda:0", "engine.release=all")
@@ -114,10 +139,6 @@ GIVING = ("sync=true", "trainer.device=cuda:0", "engine.device=cuda:0", "engine.
             r"engine.release=all needs a GPU with engine.kind=sglang, but engine.device=cpu",
         ),
         (("refit.drain=in_flight",), r"engine.release=all gives back the cache that refit.drain=in_flight keeps"),
-        (
-            ("trainer.backend=megatron", "trainer.offload=optimizer"),
-            r"trainer.offload=optimizer is for trainer.backend=torch, but the backend is megatron",
-        ),
     ],
 )
 def test_what_can_not_work_is_refused_with_its_fix(words: tuple[str, ...], problem: str):
@@ -136,6 +157,7 @@ def test_what_can_not_work_is_refused_with_its_fix(words: tuple[str, ...], probl
         ("engine.kind=sglang", "engine.device=cuda", "engine.gpus=[0,1]", "engine.count=1"),
         ("trainer.ranks=2", "engine.device=cuda", "engine.gpus=[0,1]"),
         ("refit.drain=interrupt", "trainer.offload=all"),
+        ("trainer.backend=megatron", "trainer.offload=optimizer"),
     ],
 )
 def test_engines_on_the_trainers_device_may_take_turns_with_it(words: tuple[str, ...]):
