@@ -53,7 +53,9 @@ class EngineShell:
         self._config = config
         gateway = config.gateway
         self._lease = LeaseKeeper(self.core)
-        self._proxy = Proxy(self._lease.admit, self._status, gateway.request_deadline_s, gateway.max_body_mib * 2**20)
+        self._proxy = Proxy(
+            self._lease.admitted, self._status, gateway.request_deadline_s, gateway.max_body_mib * 2**20
+        )
         self._manifest: manifest.Manifest | None = None
         self._server: Server | None = None
         self._healthy = False

@@ -48,6 +48,8 @@ from contracts.events import (
     WaitStarted,
 )
 
+COMMIT_S = 1.0
+"""How long a request waits for the commit that it was sent under: gateways may hear of it before engines do."""
 BACKOFF_MAX_S = 30.0
 """Longest pause before the start of a server whose predecessors never served."""
 
@@ -104,6 +106,10 @@ class EngineCore:
             and lease.confirms(epoch)
             and now - lease.seen_at < self.lease_s
         )
+
+    def about_to_serve(self, state: EngineState, epoch: int, waited_s: float) -> bool:
+        """Whether a request sent under `epoch` goes on waiting: the commit of that epoch is on its way to here."""
+        return epoch == state.epoch and state.mode in ("loaded", "resuming") and waited_s < COMMIT_S
 
     def refusal(self, state: EngineState, epoch: int, lease: Lease, now: float) -> str:
         """Why `admits` says no."""

@@ -10,6 +10,9 @@ from actors.engine.proxy import Grant, Proxy, Refused
 from actors.engine.state import SERVED, EngineState, Lease, LeaseLapsed, LeaseRenewed
 from contracts.core import Context
 
+LOOK_S = 0.002
+"""Pause between two looks whether it came."""
+
 
 class LeaseKeeper:
     """Admits a request while the newest reading confirms its epoch, and aborts what runs when none has for too long."""
@@ -32,6 +35,14 @@ class LeaseKeeper:
             raise Refused(self._core.refusal(state, epoch, self._lease, now))
         assert state.version is not None
         return Grant(state.version, state.boot)
+
+    async def admitted(self, epoch: int) -> Grant:
+        """As `admit`, of which the commit of `epoch` may be on its way to here."""
+        came_at = self._now()
+        while True:
+            if not self._core.about_to_serve(self._context.state(), epoch, self._now() - came_at):
+                return self.admit(epoch)
+            await asyncio.sleep(LOOK_S)
 
     def age_s(self) -> float:
         """Since the newest reading."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -24,6 +24,8 @@ ABORT_EVERY_S = 0.5
 """Aborts are repeated: one that comes before its request is lost."""
 ABORT_DEADLINE_S = 5.0
 """How long the server may take to answer an abort."""
+GATHER_S = 0.005
+"""How long aborts are gathered: a refit brings one for every call, and to the server each id is a call of its own."""
 BACKLOG_LIMIT = 64 * 2**20
 """Bytes of a stream that its caller may leave unread before it is cut off."""
 _JSON = "application/json"
@@ -126,13 +128,14 @@ class _Reply:
 class Proxy:
     """Serves callers at `url`.
 
-    `admit(epoch)` grants or raises `Refused`, without waiting. `status()` is what /status answers; its `healthy`
-    decides the status code of /health. `request_deadline_s` bounds every request, `max_body` (bytes) every body.
+    `admit(epoch)` grants or raises `Refused`, without waiting for long. `status()` is what /status answers; its
+    `healthy` decides the status code of /health. `request_deadline_s` bounds every request, `max_body` (bytes) every
+    body.
     """
 
     def __init__(
         self,
-        admit: Callable[[int], Grant],
+        admit: Callable[[int], Awaitable[Grant]],
         status: Callable[[], Mapping[str, Any]],
         request_deadline_s: float,
         max_body: int,
@@ -143,6 +146,10 @@ class Proxy:
         self._client: HttpEngineClient | None = None
         self._running: dict[asyncio.Task[None], tuple[str, ...]] = {}
         self._background: set[asyncio.Task[None]] = set()
+        self._doomed: set[str] = set()
+        self._abort_turn = asyncio.Lock()
+        self._sweeping = asyncio.Lock()
+        """Held while the server is told to abort all: it would take what is admitted meanwhile for a part of that."""
         self._idle = asyncio.Event()
         self._idle.set()
         self.doubt = False
@@ -204,7 +211,11 @@ class Proxy:
             return _refusal(400, "bad_request", f"header x-sluice-rids has an empty id: {','.join(rids)!r}")
         try:
             body = await request.read()
-            grant = self._admit(epoch)
+            grant = await self._admit(epoch)
+            while self._sweeping.locked():
+                async with self._sweeping:
+                    pass
+                grant = await self._admit(epoch)
         except web.HTTPRequestEntityTooLarge as error:
             return _refusal(413, "bad_request", error.text or "the body is too large")
         except Refused as refused:
@@ -266,12 +277,25 @@ class Proxy:
 
     async def _abort(self, task: asyncio.Task[None], rids: tuple[str, ...]) -> None:
         """Abort one request until it ends, which it does at its deadline at the latest."""
-        assert self._client is not None
         while not task.done():
-            for rid in rids:
-                with contextlib.suppress(CallError):
-                    await self._client.abort(rid, ABORT_DEADLINE_S)
+            with contextlib.suppress(CallError):
+                await self._end(rids)
             await asyncio.wait((task,), timeout=ABORT_EVERY_S)
+
+    async def _end(self, rids: Collection[str]) -> None:
+        """Have the server abort these, with what else is to be aborted by then. Raises `CallError`."""
+        assert self._client is not None
+        self._doomed.update(rids)
+        async with self._abort_turn:
+            if self._doomed:
+                await asyncio.sleep(GATHER_S)
+            doomed = {rid for rids in self._running.values() for rid in rids if rid in self._doomed}
+            self._doomed = set()
+            if 1 < len(doomed) == self.running:
+                async with self._sweeping:
+                    await self._client.abort_all(ABORT_DEADLINE_S)
+            else:
+                await asyncio.gather(*(self._client.abort(rid, ABORT_DEADLINE_S) for rid in doomed))
 
     async def _abort_request(self, request: web.Request) -> web.Response:
         """Abort what runs under the prefix `rid`; like the server, 200 when nothing does."""
@@ -283,13 +307,10 @@ class Proxy:
             return _refusal(400, "bad_request", "rid is empty")
         if self._client is None:
             return web.Response()
+        # the server knows whole ids only: of a prefix that is no id itself it takes no notice
         hit = [rid for rids in self._running.values() for rid in rids if rid.startswith(prefix)]
         try:
-            if hit and len(hit) == self.running:
-                await self._client.abort_all(ABORT_DEADLINE_S)
-            else:
-                # the server knows whole ids only: of a prefix that is no id itself it takes no notice
-                await asyncio.gather(*(self._client.abort(rid, ABORT_DEADLINE_S) for rid in hit))
+            await self._end(hit)
         except CallError as error:
             return _refusal(502, "engine_error", str(error))
         return web.Response()

@@ -19,6 +19,9 @@ from pipeline.simulate.weights import PLAN, Wires, digest_of
 if TYPE_CHECKING:
     from pipeline.simulate.process import SimActor
 
+LOOK_S = 0.002
+"""As `actors.engine.lease.LOOK_S`."""
+
 
 class Caller:
     """One request at a gateway and whom to tell."""
@@ -112,6 +115,7 @@ class GatewaySim(Quiet):
 
     def _call(self, actor: SimActor, call: gateway.Call) -> None:
         self._calls[call.call] = (call, None)
+        sent_at = actor.now()
 
         def reached() -> None:
             found = self._engines.listening.get(call.url)
@@ -121,6 +125,9 @@ class GatewaySim(Quiet):
             server, shell = found
             if server.stopped:
                 actor.do(server.paused_until - actor.world.now(), reached)
+                return
+            if shell.core.about_to_serve(server.state, call.epoch, actor.now() - sent_at):
+                actor.do(LOOK_S, reached)
                 return
             why = shell.refuses(server, call)
             if why is not None:

@@ -448,6 +448,16 @@ def test_only_serving_admits(mode: str) -> None:
     assert run.core.admits(run.state, 1, CONFIRMED, 100.0) == (mode == "serving")
 
 
+@pytest.mark.parametrize("mode", PATHS)
+def test_a_request_waits_for_the_commit_that_an_engine_waits_for(mode: str) -> None:
+    run = Run(*PATHS[mode])
+    epoch = run.state.epoch
+    assert run.core.about_to_serve(run.state, epoch, 0.5) == (mode in ("loaded", "resuming"))
+    assert not run.core.about_to_serve(run.state, epoch, 1.0)
+    assert not run.core.about_to_serve(run.state, epoch - 1, 0.0)
+    assert not run.core.about_to_serve(run.state, epoch + 1, 0.0)
+
+
 @pytest.mark.parametrize(
     ("epoch", "lease", "now", "why"),
     [

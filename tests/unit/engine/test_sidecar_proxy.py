@@ -25,13 +25,20 @@ class Gate:
         self.reason: str | None = None
         self.grant = Grant(version=42, boot=3)
         self.asked: list[int] = []
+        self._news = asyncio.Condition()
         self.status: dict[str, Any] = {"healthy": True, "state": "serving", "epoch": 7}
 
-    def admit(self, epoch: int) -> Grant:
+    async def admit(self, epoch: int) -> Grant:
         self.asked.append(epoch)
+        async with self._news:
+            self._news.notify_all()
         if self.reason is not None:
             raise Refused(self.reason)
         return self.grant
+
+    async def was_asked(self, times: int) -> None:
+        async with asyncio.timeout(20), self._news:
+            await self._news.wait_for(lambda: len(self.asked) >= times)
 
 
 class Bench:
@@ -180,6 +187,46 @@ async def test_an_abort_by_prefix_goes_to_the_server_when_something_runs_under_i
     assert (await bench.post("/abort_request", json={"rid": "g-1-"}))[0] == 200
     status, body, _ = await request
     assert (status, b'"abort"' in body) == (200, True)
+
+
+async def test_aborts_of_all_that_runs_are_one_call(bench: Bench) -> None:
+    """To the server each id is a call of its own, and a refit that interrupts has hundreds of them."""
+    requests = [bench.generate(f"g-{number}-0000") for number in range(40)]
+    await bench.server.came("/generate", 40)
+    aborts = [bench.post("/abort_request", json={"rid": f"g-{number}-"}) for number in range(40)]
+    assert {status for status, _, _ in await asyncio.gather(*aborts)} == {200}
+    assert all(b'"abort"' in body for _, body, _ in await asyncio.gather(*requests))
+    asked = [body for path, body in bench.server.calls if path == "/abort_request"]
+    assert asked[-1] == {"rid": "", "abort_all": True}
+    assert len(asked) < 40
+
+
+async def test_aborts_of_some_leave_the_others_alone(bench: Bench) -> None:
+    doomed, spared = [bench.generate("g-1-0000"), bench.generate("g-1-0001")], bench.generate("g-2-0000")
+    await bench.server.came("/generate", 3)
+    assert (await bench.post("/abort_request", json={"rid": "g-1-"}))[0] == 200
+    assert all(b'"abort"' in body for _, body, _ in await asyncio.gather(*doomed))
+    assert bench.proxy.running == 1
+    bench.server.finish("g-2-0000")
+    assert b'"length"' in (await spared)[1]
+
+
+async def test_nothing_is_admitted_while_the_server_aborts_all(bench: Bench) -> None:
+    """It would abort that too, which nobody asked it to."""
+    requests = [bench.generate("g-1-0000"), bench.generate("g-1-0001")]
+    await bench.server.came("/generate", 2)
+    bench.server.hang.add("/abort_request")
+    aborting = asyncio.create_task(bench.post("/abort_request", json={"rid": "g-1-"}))
+    await bench.server.came("/abort_request")
+    late = bench.generate("g-2-0000")
+    await bench.gate.was_asked(3)
+    assert bench.proxy.running == 2
+    bench.gate.reason = "draining by now"  # which is asked again
+    aborting.cancel()
+    assert (await late)[0] == 409
+    bench.server.finish("g-1-0000")
+    bench.server.finish("g-1-0001")
+    await asyncio.gather(*requests)
 
 
 @pytest.mark.parametrize("body", [b"{}", b"nonsense", b'{"rid": ""}', b'{"rid": 3}', b'{"abort_all": true}'])

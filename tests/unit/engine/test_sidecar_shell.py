@@ -14,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from actors.engine import actor as actor_module
+from actors.engine import core as core_module
 from actors.engine import operations
 from actors.engine import server as server_module
 from actors.engine.actor import EngineShell, ServerGone, build
@@ -252,6 +253,34 @@ async def test_a_drain_admits_nothing_and_waits_for_what_runs(benches: Benches) 
         await bench.driver.event(EngineDrained, epoch=2)
         assert bench.server.paths()[0] == "/flush_cache"
         assert "/abort_request" not in bench.server.paths()
+
+
+async def test_a_request_that_comes_before_its_commit_waits_for_it(benches: Benches) -> None:
+    """Gateways may hear of a commit first; what they send then is not refused."""
+    async with benches() as bench:
+        await bench.load(1)
+        request = bench.generate(1)
+        await asyncio.sleep(0.02)
+        assert not request.done()
+        assert "/generate" not in bench.server.paths()
+        bench.driver.publish(committed(1, bench.driver.boot))
+        await bench.server.came("/generate")
+        bench.server.finish("r-1")
+        assert (await request)[0] == 200
+
+
+async def test_a_request_whose_commit_does_not_come_is_refused(
+    benches: Benches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with benches() as bench:
+        await bench.load(1)
+        request = bench.generate(1)
+        bench.driver.publish(failed(1))
+        assert (await request)[0] == 409
+        await bench.load(2)
+        monkeypatch.setattr(core_module, "COMMIT_S", 0.01)
+        assert (await bench.generate(2))[0] == 409
+        assert "/generate" not in bench.server.paths()
 
 
 @pytest.mark.parametrize(("drain", "share"), [("interrupt", 0.5), ("finish", 0.8)])

@@ -44,6 +44,7 @@ ALLOWED = (
     ),
     Allowed(r"actors/engine/guard.py:main", r"server.wait\(\)", RUN),
     Allowed(r"actors/engine/proxy.py:_Reply.\w+", r"self._news.wait\(\)", "_run ends the reply at request_deadline_s"),
+    Allowed(r"actors/engine/proxy.py:Proxy._generate", r"self._admit\(epoch\)", "COMMIT_S, after which it is refused"),
     Allowed(r"actors/engine/proxy.py:Proxy._run", r"answer.read\(\)", "within forward(timeout)"),
     Allowed(r"actors/engine/proxy.py:Proxy.idle", r"self._idle.wait\(\)", "its callers, see BY_CALLER"),
     Allowed(r"actors/engine/server.py:Server.ended", r".*create_future\(\)", "one of _watch's, beside the probes"),
