@@ -221,7 +221,8 @@ class CheckpointConfig(Section, frozen=True, kw_only=True):
     every: Steps = 1
     """Optimizer steps between checkpoints; the last step is always saved."""
     keep: Steps = 2
-    """Newest checkpoints that stay; so do those of the last minute."""
+    """Newest checkpoints that stay, of those that the archive knows, by which a lost store is rebuilt. It is about a
+    second behind: newer ones stay too."""
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):

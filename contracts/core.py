@@ -79,6 +79,10 @@ class Raise(msgspec.Struct, frozen=True):
     value: int
 
 
+ARCHIVED_CHECKPOINT = "archived_checkpoint"
+"""Register: version of the newest checkpoint whose announcement is in the archive, by which a lost store is rebuilt."""
+
+
 class Release(msgspec.Struct, frozen=True):
     """Nobody needs these payloads any more: they are deleted once the log up to this step is archived.
 

@@ -13,11 +13,11 @@ from actors.gateway.reading import Following, read
 from actors.gateway.templates import Template, TemplateError, Tools, read_file
 from actors.gateway.tokens import LARGE, Tokens, Unfolding
 
-WINDOWS = (64, 4096)
+WINDOWS = (64, 1024)
 """Tokens at the end of a prompt in which the beginning of the answer is looked for, before all of it is read."""
-PIECE = 4096
-"""Tokens of a prompt that are read at a time: others get their turn between two pieces. Decoding keeps a thread from
-letting them, and takes some 2 ms for so many."""
+PIECE = 1024
+"""Tokens of a prompt that are read at a time: others get their turn between two pieces. A thread would not let them:
+decoding keeps the interpreter to itself."""
 
 FAMILIES = Path(__file__).parent / "families"
 """The shipped response templates."""

@@ -18,7 +18,7 @@ from actors.recorder.ordering import START, advance, number, settled
 from config.schema import RunConfig
 from contracts.core import Context, Entry, Fatal, PayloadGone
 from contracts.envelope import STREAMS, ContractError, Envelope, decode
-from contracts.events import ActorBooted, Event, RunFinished, RunStarted, TrajectoryFinished
+from contracts.events import ActorBooted, CheckpointSaved, Event, RunFinished, RunStarted, TrajectoryFinished
 
 PAGE = 512
 """Entries of one stream taken by one reading."""
@@ -153,24 +153,25 @@ class RecorderShell:
             found = settled(await self._context.store.read_after(events, PAGE, block_ms), PAGE)
             records = await self._context.store.read_after(journals, PAGE, 0)
             events, journals = advance(events, found), advance(journals, records)
-            size, booted = await self._archive(found, records)
+            size, bodies = await self._archive(found, records)
             finished = self._complete and not found and not records
             if size or finished:
-                deliver(Appended(size, booted, finished))
+                booted = tuple(body.actor for body in bodies if isinstance(body, ActorBooted))
+                saved = max((body.version for body in bodies if isinstance(body, CheckpointSaved)), default=0)
+                deliver(Appended(size, booted, finished, saved))
             if finished:
                 return
             await asyncio.sleep(LINGER_S)
 
-    async def _archive(self, found: Sequence[Entry], records: Sequence[Entry]) -> tuple[int, tuple[str, ...]]:
-        """Take entries into memory, payloads first; answers their bytes and the actors that booted."""
+    async def _archive(self, found: Sequence[Entry], records: Sequence[Entry]) -> tuple[int, list[Event]]:
+        """Take entries into memory, payloads first; answers their bytes, and the events that can be read."""
         decoded = [self._digest(entry) for entry in found]
         size = await self._take_payloads(found, decoded) if self._config.payloads else 0
         for entry in records:
             size += self._history.append(entry.stream, entry.entry, entry.data) and len(entry.data)
         for entry in found:
             size += self._events.append(entry.stream, entry.entry, entry.data) and len(entry.data)
-        bodies = [envelope.body for envelope in decoded if envelope is not None]
-        return size, tuple(body.actor for body in bodies if isinstance(body, ActorBooted))
+        return size, [envelope.body for envelope in decoded if envelope is not None]
 
     def _digest(self, entry: Entry) -> Envelope[Event] | None:
         """Decode an event and fold it into the metrics. One that can't be read is archived all the same."""

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from actors.recorder.ordering import START, number
 from config.schema import RecorderConfig
-from contracts.core import Booted, Emit
+from contracts.core import ARCHIVED_CHECKPOINT, Booted, Emit, Raise
 from contracts.events import ActorFailed
 
 FLUSH_S = 0.75
@@ -35,11 +35,15 @@ class Recovered(msgspec.Struct, frozen=True, tag="recovered"):
 
 
 class Appended(msgspec.Struct, frozen=True, tag="appended"):
-    """Records were taken into memory. `booted`: actors that announced themselves; `finished`: the log is complete."""
+    """Records were taken into memory. `booted`: actors that announced themselves; `finished`: the log is complete.
+
+    `checkpoint`: version of the newest checkpoint that they announce, 0 without any.
+    """
 
     bytes: int
     booted: tuple[str, ...] = ()
     finished: bool = False
+    checkpoint: int = 0
 
 
 class Flushed(msgspec.Struct, frozen=True, tag="flushed"):
@@ -68,7 +72,10 @@ class Trim(msgspec.Struct, frozen=True):
 
 
 class State(msgspec.Struct, frozen=True):
-    """`cursors`: what is durable. `floors`: what was durable at the last trimming, so may go at the next."""
+    """`cursors`: what is durable. `floors`: what was durable at the last trimming, so may go at the next.
+
+    Versions of checkpoints whose announcement was `taken` into memory, is `going` to the disk, and is `archived`.
+    """
 
     cursors: dict[str, str] = {}
     floors: dict[str, str] = {}
@@ -81,6 +88,9 @@ class State(msgspec.Struct, frozen=True):
     trim_at: float | None = None
     finished: bool = False
     closed: bool = False
+    taken: int = 0
+    going: int = 0
+    archived: int = 0
 
 
 class RecorderCore:
@@ -107,7 +117,9 @@ class RecorderCore:
             case Appended():
                 state = self._append(state, input, now)
             case Flushed():
-                state = self._flushed(state, input)
+                state, raised = self._flushed(state, input)
+                state, commands = self._decide(state, now)
+                return state, (*raised, *commands)
         return self._decide(state, now)
 
     def wake(self, state: State) -> float | None:
@@ -128,7 +140,7 @@ class RecorderCore:
 
     def _boot(self, state: State, now: float) -> State:
         """What was in memory is gone; it is read again from where the archive ends."""
-        return State(cursors=state.cursors, booted=state.booted, trim_at=now + TRIM_S)
+        return State(cursors=state.cursors, booted=state.booted, trim_at=now + TRIM_S, archived=state.archived)
 
     def _compare(self, state: State, recovered: Recovered) -> Sequence[Any]:
         """An archive that ends before what was once durable has lost records."""
@@ -148,7 +160,8 @@ class RecorderCore:
 
     def _append(self, state: State, input: Appended, now: float) -> State:
         booted = tuple(sorted({*state.booted, *input.booted}))
-        state = replace(state, booted=booted, finished=state.finished or input.finished)
+        taken = max(state.taken, input.checkpoint)
+        state = replace(state, booted=booted, finished=state.finished or input.finished, taken=taken)
         if not input.bytes:
             return state
         return replace(
@@ -158,16 +171,19 @@ class RecorderCore:
             segment_since=now if state.segment_since is None else state.segment_since,
         )
 
-    def _flushed(self, state: State, input: Flushed) -> State:
+    def _flushed(self, state: State, input: Flushed) -> tuple[State, Sequence[Any]]:
         complete = state.finished and input.rotated and not state.unflushed
-        return replace(
+        raised = (Raise(ARCHIVED_CHECKPOINT, state.going),) if state.going > state.archived else ()
+        state = replace(
             state,
             cursors=input.cursors,
             flushing=False,
             segment_bytes=0 if input.rotated else state.segment_bytes + input.bytes,
             segment_since=state.dirty_since if input.rotated else state.segment_since,
             closed=complete,
+            archived=max(state.archived, state.going),
         )
+        return state, raised
 
     # --- decisions ---
 
@@ -175,7 +191,7 @@ class RecorderCore:
         commands: list[Any] = []
         if self._flush_due(state, now):
             commands.append(Flush(rotate=state.finished or self._segment_full(state, now)))
-            state = replace(state, flushing=True, unflushed=0, dirty_since=None)
+            state = replace(state, flushing=True, unflushed=0, dirty_since=None, going=state.taken)
         if state.trim_at is not None and now >= state.trim_at and not state.closed:
             if state.floors:
                 commands.append(Trim({**state.floors, OWN_JOURNAL: EVERYTHING}, _archived(state.cursors)))

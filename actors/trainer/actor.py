@@ -1,4 +1,4 @@
-"""Performs what the trainer's core decides: one thread for the policy, one for offers, one for a transfer.
+"""Performs what the trainer's core decides: a thread each for the policy, offers, a transfer and old checkpoints.
 
 The event loop is never blocked: training, saving and loading run on the policy's thread, a broadcast on a thread that
 may be abandoned at its deadline, so that a step and a transfer overlap. What hangs on the policy's thread, such as a
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,10 +33,11 @@ from actors.trainer.state import (
     Train,
     Trained,
     TransferBroke,
+    Unpruned,
 )
 from config.schema import RunConfig
 from contracts import plan
-from contracts.core import Context, Fatal, Overdue
+from contracts.core import ARCHIVED_CHECKPOINT, Context, Fatal, Overdue
 from contracts.policy import PolicyBackend
 from contracts.trajectory import decode
 
@@ -43,9 +45,10 @@ T = TypeVar("T")
 
 MARGIN_S = 10.0
 """A process of several ranks has these deadlines of its own, and then says more."""
-YOUNG_S = 60.0
-"""A checkpoint stays for so long at least: a lost store is rebuilt from the archive, which is behind it by less, and
-knows of no newer one then."""
+PRUNE_S = 300.0
+"""Longest wait for the removal of old checkpoints."""
+LEAVE_S = 10.0
+"""Longest wait for it at the end."""
 COPIES = 2
 """Versions whose frozen copy is kept: one that may be in transfer, one that the next refit takes."""
 
@@ -61,7 +64,10 @@ class TrainerShell:
         self._offer_thread = ThreadPoolExecutor(1, thread_name_prefix="offer")
         """One that is late must not replace a later one, so each begins when those before it are over."""
         self._copies: dict[int, list[tuple[str, Any]]] = {}
+        self._plan: tuple[Any, str] = (None, "")
+        """Buckets of the last offer, and the handle of their plan."""
         self._plans: dict[str, bytes] = {}
+        self._pruning: Future[Any] | None = None
         self._overdue = False
 
     async def start(self, context: Context) -> None:
@@ -89,7 +95,7 @@ class TrainerShell:
             case Save():
                 return await self._on_policy_thread(f"save of step {command.step}", lambda: self._save(command))
             case Prune():
-                return await self._on_policy_thread("removal of old checkpoints", self._prune)
+                return await self._prune()
             case Offer():
                 return await self._offer(command)
             case Send():
@@ -107,6 +113,8 @@ class TrainerShell:
             thread.shutdown(wait=False, cancel_futures=True)
         if self._overdue:  # what hangs may be the device, and then so would this
             return
+        if self._pruning is not None:
+            await asyncio.wait({asyncio.wrap_future(self._pruning)}, timeout=LEAVE_S)
         if hasattr(self, "_sender"):  # not if the start failed
             self._sender.close()
         if self._policy is not None:
@@ -195,10 +203,28 @@ class TrainerShell:
         size = self._policy.save(path, meta)
         return Saved(version=command.version, path=str(path), bytes=size, seconds=time.perf_counter() - started)
 
-    def _prune(self) -> None:
+    async def _prune(self) -> Unpruned | None:
+        """On a daemon thread: a disk that hangs holds up neither a step nor the end. While it does, nothing more."""
         from actors.trainer import checkpoint
 
-        checkpoint.prune(self._checkpoints, self._config.checkpoint.keep, YOUNG_S)
+        archived = await self._context.register(ARCHIVED_CHECKPOINT)
+        if self._pruning is not None and not self._pruning.done():
+            return None
+        pruning: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                pruning.set_result(checkpoint.prune(self._checkpoints, self._config.checkpoint.keep, archived))
+            except OSError as error:
+                pruning.set_exception(error)
+
+        self._pruning = pruning
+        threading.Thread(target=work, name="prune", daemon=True).start()
+        done, _ = await asyncio.wait({asyncio.wrap_future(pruning)}, timeout=PRUNE_S)
+        if not done:
+            return Unpruned(PRUNE_S)
+        pruning.result()
+        return None
 
     def _freeze(self, version: int) -> None:
         """Keep a copy of the weights as they are now: the next step changes them in place."""
@@ -244,10 +270,13 @@ class TrainerShell:
     def _planned(self, tensors: list[tuple[str, Any]]) -> tuple[Any, str, int]:
         """The sender's offer, with handle and size of its plan, which is kept for `payload`."""
         offer = self._sender.offer(tensors)
-        data = plan.encode(offer.buckets)
-        handle = hashlib.blake2b(data, digest_size=16).hexdigest()
-        self._plans = {**dict(list(self._plans.items())[1 - COPIES :]), handle: data}
-        return offer, handle, len(data)
+        buckets, handle = self._plan
+        if buckets != offer.buckets:
+            data = plan.encode(offer.buckets)
+            handle = hashlib.blake2b(data, digest_size=16).hexdigest()
+            self._plans = {**dict(list(self._plans.items())[1 - COPIES :]), handle: data}
+            self._plan = offer.buckets, handle
+        return offer, handle, len(self._plans[handle])
 
     async def _send(self, command: Send) -> Sent | TransferBroke:
         from actors.refit.transports import TransferError

@@ -10,7 +10,6 @@ import hashlib
 import json
 import re
 import shutil
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -103,22 +102,25 @@ def own(root: Path, recorded: str) -> Path:
     return root / Path(recorded).name
 
 
-def prune(root: Path, keep: int, young_s: float = 0.0) -> list[Path]:
+def prune(root: Path, keep: int, archived: int) -> list[Path]:
     """Delete all but the `keep` >= 1 newest checkpoints and what interrupted writes left; answers the former.
 
-    One that was written less than `young_s` seconds ago stays, however many are newer.
+    Those of versions above `archived` stay and don't count: should the store be lost, the run goes on from what the
+    archive knows. A checkpoint may be written meanwhile: it is newer than all that are there.
     """
     if keep < 1:
         raise ValueError(f"checkpoint.keep={keep} would delete the newest checkpoint; use 1 or more")
-    young = time.time() - young_s
-    removed = [path for path in _all(root)[:-keep] if path.stat().st_mtime <= young]
+    whole = _all(root)
+    removed = [path for path in whole if _version(path) <= archived][:-keep]
     for path in removed:
         # Renamed first, so that a crash half way through the deletion leaves nothing that looks like a checkpoint.
         scratch = path.with_name(f"{_SCRATCH}{path.name}")
         _remove(scratch)
         path.rename(scratch)
+    newest = max(map(_version, whole), default=-1)
     for path in root.glob(f"{_SCRATCH}*"):
-        _remove(path)
+        if _version(path) <= newest:
+            _remove(path)
     return removed
 
 
@@ -126,7 +128,7 @@ def set_aside(root: Path, newest: int) -> list[Path]:
     """Take checkpoints of versions above `newest` out of the way, by a rename; answers where they are now."""
     moved: list[Path] = []
     for path in _all(root):
-        if int(path.name[1:].partition("-")[0]) > newest:
+        if _version(path) > newest:
             target = path.with_name(f"{ASIDE}{path.name}")
             _remove(target)
             moved.append(path.rename(target))
@@ -138,6 +140,12 @@ _REMEDY = "delete it to resume from the one before"
 
 def _all(root: Path) -> list[Path]:
     return sorted(path for path in root.glob("v*-step*") if _NAME.fullmatch(path.name))
+
+
+def _version(path: Path) -> int:
+    """Of a checkpoint or its scratch directory; -1 of anything else."""
+    found = _NAME.search(path.name)
+    return -1 if found is None else int(found[1])
 
 
 def _verify(path: Path, listed: Mapping[str, Any], digest: bool) -> None:

@@ -34,6 +34,7 @@ from actors.trainer.state import (
     Train,
     Trained,
     TransferBroke,
+    Unpruned,
 )
 from config.schema import RunConfig
 from contracts.core import Ack, Booted, Delivered, Emit, Ref, Release, Step
@@ -89,6 +90,7 @@ class TrainerCore:
             Offered: self._transfer,
             Sent: self._transfer,
             TransferBroke: self._transfer,
+            Unpruned: self._unpruned,
         }
         self._events: Mapping[type, Callable[[State, Any, float], Step[State]]] = {
             RefitRequested: self._requested,
@@ -318,6 +320,14 @@ class TrainerCore:
         )
         state, commands = self._next(state, now)
         return state, (Emit(saved), *acks, *release, Prune(), *commands)
+
+    @staticmethod
+    def _unpruned(state: State, input: Unpruned, _: float) -> Step[State]:
+        message = (
+            f"old checkpoints are not removed after {input.seconds:g} s; training goes on without waiting for it: look "
+            "at the disk that holds the run's directory"
+        )
+        return state, (Emit(ActorFailed(actor="trainer", error="PruneLate", message=message, fatal=False)),)
 
     # --- transfer ---
 

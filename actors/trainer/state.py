@@ -38,7 +38,7 @@ class Save(msgspec.Struct, frozen=True):
 
 
 class Prune(msgspec.Struct, frozen=True):
-    """A newer checkpoint is announced: the oldest may go."""
+    """A newer checkpoint is announced: the oldest may go, beside whatever the policy does."""
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -128,7 +128,13 @@ class TransferBroke(msgspec.Struct, frozen=True, tag="transfer_broke"):
     reason: str
 
 
-Local = Loaded | LoadFailed | Trained | Saved | Offered | Sent | TransferBroke
+class Unpruned(msgspec.Struct, frozen=True, tag="unpruned"):
+    """Old checkpoints are not removed after so many seconds, and nobody waits for it any more."""
+
+    seconds: float
+
+
+Local = Loaded | LoadFailed | Trained | Saved | Offered | Sent | TransferBroke | Unpruned
 
 # --- state -----------------------------------------------------------------------------------------------------------
 

@@ -21,9 +21,8 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, TCPStore
 
 from actors.network import address_of
 from actors.refit.transports import Offer, Sent, TransferError
-from actors.refit.transports.plan import plan
 from actors.refit.transports.staging import Staging
-from actors.refit.transports.tensors import Sizer, checksum_for, checksums, spec_of
+from actors.refit.transports.tensors import Planner, Sizer, checksum_for, checksums
 from contracts.events import Bucket, TransferStarted
 from contracts.weights import digest
 
@@ -88,6 +87,7 @@ class CollectiveSender:
     ) -> None:
         self._host = address_of(host)
         self._sizer = Sizer(bucket_bytes, staging)
+        self._planner = Planner()
         self._apart = apart
         self._wire = wire(self._host)
         self._lock = threading.Lock()
@@ -101,7 +101,7 @@ class CollectiveSender:
         held = {name: tensor.detach() for name, tensor in tensors}
         try:
             choice = self._sizer.choose(held)
-            buckets = plan([spec_of(name, tensor) for name, tensor in held.items()], choice.size)
+            buckets = self._planner.plan(held, choice.size)
             kind = checksum_for(held, self._apart)
             whole = digest(checksums(held, kind))
             meeting = _Meeting(self._host)

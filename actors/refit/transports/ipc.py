@@ -25,9 +25,8 @@ from actors.engine.inside.slices import offsets
 from actors.leftovers import MEETING, Claim, sweep
 from actors.refit.transports import Offer, Sent, TransferError
 from actors.refit.transports.buffers import Buffer, Form, buffer
-from actors.refit.transports.plan import plan
 from actors.refit.transports.staging import Staging
-from actors.refit.transports.tensors import Sizer, checksum_for, checksums, spec_of
+from actors.refit.transports.tensors import Planner, Sizer, checksum_for, checksums
 from contracts.events import Bucket, Rank, TransferStarted
 from contracts.handles import LINE_LIMIT, Filled, Hello, Message, Refused, Taken, line, parse
 from contracts.weights import digest
@@ -46,6 +45,7 @@ class IpcSender:
 
     def __init__(self, bucket_bytes: int | None, form: Form, staging: Staging = Staging()) -> None:  # noqa: B008 - frozen
         self._sizer = Sizer(bucket_bytes, staging)
+        self._planner = Planner()
         self._form: Form = form
         self._lock = threading.Lock()
         self._offered: _Offered | None = None
@@ -60,7 +60,7 @@ class IpcSender:
         held = {name: tensor.detach() for name, tensor in tensors}
         try:
             choice = self._sizer.choose(held, sum(one.size for one in self._buffers))
-            buckets = plan([spec_of(name, tensor) for name, tensor in held.items()], choice.size)
+            buckets = self._planner.plan(held, choice.size)
             if self._form == "direct":
                 self._lay_out(held)
             kind = checksum_for(held, self._form == "direct")

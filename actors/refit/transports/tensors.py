@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import xxhash
 
 from actors.engine.inside import mix64
+from actors.refit.transports.plan import plan
 from actors.refit.transports.staging import ON_CPU, Choice, Staging, choose
-from contracts.events import TensorSpec
+from contracts.events import Bucket, TensorSpec
 from contracts.weights import Checksum
 
 
@@ -43,6 +45,23 @@ def checksums(tensors: Mapping[str, torch.Tensor], kind: Checksum) -> dict[str, 
     if kind == "mix64":
         return dict(zip(tensors, mix64.checksums(list(tensors.values())), strict=True))
     return {name: checksum(tensor) for name, tensor in tensors.items()}
+
+
+class Planner:
+    """Plans transfers for one sender. A model of tens of thousands of tensors takes a while, and seldom changes."""
+
+    def __init__(self) -> None:
+        self._seen: Any = None
+        self._buckets: tuple[Bucket, ...] = ()
+
+    def plan(self, tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> tuple[Bucket, ...]:
+        """`plan.plan` of these tensors, the one before as long as names, dtypes, shapes and size are the same."""
+        held = tensors.values()
+        seen = bucket_bytes, list(tensors), [tensor.dtype for tensor in held], [tensor.shape for tensor in held]
+        if seen != self._seen:
+            specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
+            self._seen, self._buckets = seen, plan(specs, bucket_bytes)
+        return self._buckets
 
 
 class Sizer:

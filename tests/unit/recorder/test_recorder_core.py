@@ -25,7 +25,7 @@ from actors.recorder.core import (
 )
 from actors.recorder.ordering import number
 from config.schema import RecorderConfig
-from contracts.core import Booted, Emit, Tick
+from contracts.core import ARCHIVED_CHECKPOINT, Booted, Emit, Raise, Tick
 from contracts.events import ActorFailed
 
 ACTORS = ("buffer", "trainer")
@@ -60,6 +60,35 @@ def test_a_boot_follows_the_log_and_forgets_what_was_in_memory() -> None:
     driver.step(Appended(10))
     assert driver.step(Booted(2)) == [Follow()]
     assert driver.state == State(cursors={"policy": "5-0"}, booted=("buffer",), trim_at=driver.now + TRIM_S)
+
+
+def test_a_checkpoint_counts_as_archived_once_its_announcement_is_durable() -> None:
+    driver = Driver()
+    driver.step(Booted(1))
+    driver.step(Appended(10, checkpoint=3))
+    driver.step(Appended(10))
+    assert driver.tick() == [Flush(False)]
+    driver.step(Appended(10, checkpoint=5))  # too late for this flush
+    flushed = Flushed({"policy": "5-0"}, 10, False)
+    assert driver.step(flushed) == [Raise(ARCHIVED_CHECKPOINT, 3)]
+    assert driver.tick() == [Flush(False)]
+    assert driver.step(flushed) == [Raise(ARCHIVED_CHECKPOINT, 5)]
+    driver.step(Appended(10))
+    driver.tick()
+    assert driver.step(flushed) == [], "a register only rises"
+
+
+def test_a_checkpoint_that_was_in_memory_when_the_recorder_died_is_not_archived() -> None:
+    driver = Driver()
+    driver.step(Booted(1))
+    driver.step(Appended(FLUSH_BYTES, checkpoint=3))
+    driver.step(Flushed({}, 10, False))
+    driver.step(Appended(FLUSH_BYTES, checkpoint=5))
+    driver.step(Booted(2))
+    driver.step(Appended(FLUSH_BYTES))
+    assert driver.step(Flushed({}, 10, False)) == []
+    driver.step(Appended(FLUSH_BYTES, checkpoint=5))
+    assert driver.step(Flushed({}, 10, False)) == [Raise(ARCHIVED_CHECKPOINT, 5)]
 
 
 def test_a_record_stays_in_memory_for_less_than_a_second() -> None:

@@ -21,6 +21,7 @@ from contracts.core import Entry, Fatal
 from contracts.events import (
     ActorBooted,
     BatchReady,
+    CheckpointSaved,
     GroupRef,
     PayloadRef,
     RunFinished,
@@ -120,6 +121,16 @@ async def test_the_log_is_archived_whole_and_in_order(log: Any) -> None:
     assert {name for input in log.inputs[1:] for name in input.booted} == {"buffer"}
 
 
+async def test_the_newest_checkpoint_that_was_taken_is_told(log: Any) -> None:
+    for version in (4, 7):
+        log.add(CheckpointSaved(version=version, step=version, batch=version, path="/c", bytes=1, seconds=0.1))
+    log.add(RunFinished(reason="done"))
+    shell = await start(log)
+    await asyncio.wait_for(shell.perform(Follow()), 60)
+    assert [input.checkpoint for input in log.inputs if isinstance(input, Appended)] == [7, 0]
+    await shell.close()
+
+
 @pytest.mark.parametrize("flushed", [True, False])
 async def test_a_crash_neither_loses_nor_doubles_records(log: Any, flushed: bool) -> None:
     for number in range(3):
@@ -134,6 +145,7 @@ async def test_a_crash_neither_loses_nor_doubles_records(log: Any, flushed: bool
         log.got_input.clear()
     if flushed:
         answer = await shell.perform(Flush(rotate=False))
+        assert isinstance(answer, Flushed)
         assert answer == Flushed({"trajectories": "7-0", "batches": "8-0", "policy": "9-0"}, answer.bytes, False)
     task.cancel()
     crash(shell)

@@ -13,7 +13,7 @@ import torch
 from actors.refit.transports import TransferError, collective
 from actors.refit.transports.choice import sender, settings
 from actors.refit.transports.collective import CollectiveSender
-from actors.refit.transports.tensors import as_bytes
+from actors.refit.transports.tensors import Planner, as_bytes
 from config.schema import RefitConfig, RunConfig, TrainerConfig
 from contracts.events import TransferStarted
 
@@ -144,3 +144,19 @@ def test_the_settings_of_nccl_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     assert settings(RunConfig(refit=RefitConfig(transport="nccl")))["NCCL_DEBUG"] == "WARN"
     assert settings(RunConfig()) == {}
+
+
+def test_a_plan_is_made_anew_exactly_when_names_dtypes_shapes_or_the_size_of_buckets_change() -> None:
+    def tensors(*names: str, dtype: torch.dtype = torch.float32, width: int = 2) -> dict[str, torch.Tensor]:
+        return {name: torch.zeros(3, width, dtype=dtype) for name in names}
+
+    planner = Planner()
+    first = planner.plan(tensors("a", "b"), 24)
+    assert [[spec.name for spec in bucket.tensors] for bucket in first] == [["a"], ["b"]]
+    assert planner.plan(tensors("a", "b"), 24) is first
+    assert len(planner.plan(tensors("a", "b"), 48)) == 1
+    for changed in (tensors("b", "a"), tensors("a"), tensors("a", width=1), tensors("a", dtype=torch.bfloat16)):
+        (bucket, *_) = planner.plan(changed, 99)
+        assert [(spec.name, spec.dtype, spec.shape) for spec in bucket.tensors] == [
+            (name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) for name, tensor in changed.items()
+        ]

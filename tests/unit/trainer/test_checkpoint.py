@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -82,26 +81,39 @@ def test_a_damaged_newest_checkpoint_is_not_passed_over(tmp_path: Path) -> None:
 
 def test_pruning_keeps_the_newest_and_sweeps_what_dead_writes_left(tmp_path: Path) -> None:
     paths = [save(tmp_path, version) for version in range(1, 6)]
-    (tmp_path / ".scratch-v0000000009-step00000009").mkdir()
+    (tmp_path / ".scratch-v0000000003-step00000003").mkdir()
+    (tmp_path / ".scratch-replaced-v0000000004-step00000004").mkdir()
     (tmp_path / "notes.txt").write_text("mine")
-    assert checkpoint.prune(tmp_path, 2) == paths[:3]
+    assert checkpoint.prune(tmp_path, 2, 5) == paths[:3]
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["notes.txt", paths[3].name, paths[4].name])
+
+
+def test_pruning_leaves_a_write_that_is_under_way_alone(tmp_path: Path) -> None:
+    save(tmp_path, 7)
+
+    def write(file: Path) -> None:
+        checkpoint.prune(tmp_path, 1, 7)
+        file.write_bytes(b"x")
+
+    path = checkpoint.directory(tmp_path, 9, 9)
+    checkpoint.write(path, {"weights": write}, {})
+    assert checkpoint.read_meta(path) == {}
 
 
 def test_pruning_never_deletes_the_newest(tmp_path: Path) -> None:
     save(tmp_path, 1)
     with pytest.raises(ValueError, match=r"checkpoint\.keep=0"):
-        checkpoint.prune(tmp_path, 0)
-    assert checkpoint.prune(tmp_path, 3) == []
+        checkpoint.prune(tmp_path, 0, 1)
+    assert checkpoint.prune(tmp_path, 3, 1) == []
 
 
-def test_a_checkpoint_that_the_archive_may_be_behind_stays_however_many_are_newer(tmp_path: Path) -> None:
-    paths = [checkpoint.directory(tmp_path, version, version) for version in range(1, 5)]
-    for path in paths:
-        checkpoint.write(path, {"weights": lambda file: file.write_bytes(b"x")}, {})
-    os.utime(paths[0], (0, 0))
-    assert checkpoint.prune(tmp_path, 1, 3600.0) == paths[:1]
-    assert sorted(tmp_path.iterdir()) == paths[1:]
+@pytest.mark.parametrize(("archived", "left"), [(0, 5), (1, 5), (3, 4), (4, 3), (5, 2), (99, 2)])
+def test_what_the_archive_knows_as_the_newest_stays_with_those_before_it_however_many_are_newer(
+    tmp_path: Path, archived: int, left: int
+) -> None:
+    paths = [save(tmp_path, version) for version in range(1, 6)]
+    assert checkpoint.prune(tmp_path, 2, archived) == paths[: 5 - left]
+    assert sorted(tmp_path.iterdir()) == paths[5 - left :]
 
 
 def test_checkpoints_that_a_log_does_not_know_are_moved_out_of_the_way(tmp_path: Path) -> None:

@@ -242,6 +242,16 @@ def test_a_redelivered_batch_that_is_already_held_is_not_trained_twice():
     assert driver.feed(batch(2)) == []
 
 
+def test_checkpoints_that_are_not_removed_in_time_are_told_and_training_goes_on():
+    driver = Driver()
+    driver.boot()
+    state = driver.state
+    (failed,) = emitted(driver.feed(trainer.Unpruned(300.0)))
+    assert (failed.error, failed.fatal) == ("PruneLate", False)
+    assert "not removed after 300 s" in failed.message
+    assert driver.state == state
+
+
 def requeued(number: int) -> Any:
     """A dead letter that a person handed out again: the same batch in another entry."""
     return delivered(batch(number).envelope.body, f"{number + 1000}-0")

@@ -44,6 +44,17 @@ async def test_the_handle_of_a_plan_names_its_buckets(shell: TrainerShell) -> No
     assert len(shell.payload(other.plan)) == other.plan_bytes < first.plan_bytes
 
 
+async def test_a_plan_is_encoded_once_as_long_as_it_is_the_same(
+    shell: TrainerShell, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded, encode = [], plan.encode
+    monkeypatch.setattr(plan, "encode", lambda buckets: encoded.append(buckets) or encode(buckets))
+    told = [await offered(shell, n, name) for n, name in enumerate("aaabba")]
+    assert encoded == [buckets("a"), buckets("b"), buckets("a")]
+    assert [each.plan == told[0].plan for each in told] == [True] * 3 + [False] * 2 + [True]
+    assert plan.decode(shell.payload(told[-1].plan)) == buckets("a")
+
+
 async def test_plans_of_the_last_offers_alone_are_kept(shell: TrainerShell) -> None:
     told = [await offered(shell, n, name) for n, name in enumerate("abc")]
     assert shell.payload(told[1].plan) != shell.payload(told[2].plan)

@@ -47,9 +47,9 @@ from actors.refit.transports import Sender
 from actors.trainer import actor as trainer_actor
 from actors.trainer import checkpoint
 from actors.trainer.actor import TrainerShell
-from actors.trainer.state import Load, Offer, Prune, Save, Train, TransferBroke
+from actors.trainer.state import Load, Offer, Prune, Save, Train, TransferBroke, Unpruned
 from config.schema import EngineConfig, FleetConfig, LaunchConfig, RunConfig, TrainerConfig
-from contracts.core import Overdue
+from contracts.core import ARCHIVED_CHECKPOINT, Overdue
 from contracts.engine import EngineClient
 from contracts.events import BatchReady, MemoryWanted
 from contracts.trajectory import Sampling
@@ -94,7 +94,7 @@ ENDS: dict[str, tuple[str, str]] = {
     "trainer.Load": ("setting trainer.start_deadline_s", "LoadFailed"),
     "trainer.Train": ("setting trainer.step_deadline_s", "Trained"),
     "trainer.Save": ("setting trainer.step_deadline_s", "Saved"),
-    "trainer.Prune": ("setting trainer.step_deadline_s", ""),
+    "trainer.Prune": ("constant actors.trainer.actor.PRUNE_S", "Unpruned"),
     "trainer.Offer": ("field timeout", "TransferBroke"),
     "trainer.Send": ("field timeout", "TransferBroke"),
     "trainer.Abandon": ("at once", ""),
@@ -339,7 +339,6 @@ POLICY = {
     "Load": Load(path=None, version=0),
     "Train": Train(BatchReady(batch=1, groups=()), step=1, version=1),
     "Save": Save(version=1, step=1, batch=1, entry="1-0"),
-    "Prune": Prune(),
 }
 """What a trainer's policy does."""
 
@@ -359,7 +358,6 @@ async def test_a_policy_that_hangs_ends_the_trainer_at_its_deadline(
 
     monkeypatch.setattr(trainer_actor, "MARGIN_S", 0.0)
     monkeypatch.setattr(models, "resolve", hang)
-    monkeypatch.setattr(checkpoint, "prune", hang)
     deadlines = TrainerConfig(start_deadline_s=SOON_S, step_deadline_s=SOON_S, export_deadline_s=SOON_S)
     shell = TrainerShell(RunConfig(trainer=deadlines))
     shell._context, shell._checkpoints = SimpleNamespace(payloads=payloads, run="r"), tmp_path  # type: ignore[assignment]
@@ -373,6 +371,51 @@ async def test_a_policy_that_hangs_ends_the_trainer_at_its_deadline(
             await shell.perform(POLICY[name])
         await shell.close()
     release.set()
+
+
+async def test_a_removal_of_checkpoints_that_hangs_is_told_and_holds_up_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release, asked = threading.Event(), []
+
+    def hang(*given: Any) -> Any:
+        asked.append(given)
+        release.wait(LATE_S)
+        return []
+
+    async def register(name: str) -> int:
+        return {ARCHIVED_CHECKPOINT: 7}[name]
+
+    monkeypatch.setattr(trainer_actor, "PRUNE_S", SOON_S)
+    monkeypatch.setattr(checkpoint, "prune", hang)
+    shell = TrainerShell(RunConfig())
+    shell._context, shell._checkpoints = SimpleNamespace(register=register), tmp_path  # type: ignore[assignment]
+    async with asyncio.timeout(LATE_S):
+        assert await shell.perform(Prune()) == Unpruned(SOON_S)
+        assert await shell.perform(Prune()) is None, "one at a time"
+        assert await shell._on_policy_thread("step 1", lambda: "trained") == "trained"
+        monkeypatch.setattr(trainer_actor, "LEAVE_S", SOON_S)
+        await shell.close()
+        release.set()
+        await asyncio.wait({asyncio.wrap_future(shell._pruning)})  # type: ignore[arg-type]
+        monkeypatch.setattr(trainer_actor, "PRUNE_S", LATE_S)
+        assert await shell.perform(Prune()) is None
+    assert asked == [(tmp_path, 2, 7)] * 2
+
+
+async def test_a_disk_that_refuses_a_removal_ends_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise PermissionError("read-only")
+
+    async def register(name: str) -> int:
+        return 0
+
+    monkeypatch.setattr(checkpoint, "prune", refuse)
+    shell = TrainerShell(RunConfig())
+    shell._context, shell._checkpoints = SimpleNamespace(register=register), tmp_path  # type: ignore[assignment]
+    with pytest.raises(PermissionError):
+        await shell.perform(Prune())
+    await shell.close()
 
 
 def test_an_actor_run_alone_leaves_a_thread_that_hangs_behind() -> None:
