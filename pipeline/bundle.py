@@ -222,8 +222,13 @@ def _journals(run: RunDir, folder: Path, scrub: Scrubber, damage: list[str], *, 
         return
     with _writer(run, folder, "journals") as writer:
         for name, found in journals.group(archive.salvage(run / "journals", damage.append)).items():
+            try:
+                eras = eras_of(name, config, run.info().eras)
+            except PipelineError as error:
+                damage.append(f"the journal of {name}, {len(found)} steps: {error}")
+                continue
             records = _unbroken(name, found, damage)
-            track = Track(name, eras_of(name, config, run.info().eras), records, Log([]))
+            track = Track(name, eras, records, Log([]))
             reader, journal = journals.Reader(track.core), Journal(track.core)
             old = new = track.core.initial()
             for record in records:

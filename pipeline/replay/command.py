@@ -9,7 +9,7 @@ import msgspec
 
 from pipeline import moments
 from pipeline.errors import Exit, PipelineError
-from pipeline.replay import show
+from pipeline.replay import show, telling
 from pipeline.replay.check import check
 from pipeline.replay.recorded import Recorded
 from pipeline.replay.states import plain
@@ -62,10 +62,11 @@ def run(directory: RunDir, how: Request) -> tuple[Exit, Iterable[str]]:
 
 def _look(recorded: Recorded, how: Request) -> Iterator[str]:
     place = recorded.log.place(moments.parse(how.until) if how.until else None)
+    tell = telling.JSON if how.as_json else telling.WORDS
     if how.other is not None:
-        return show.between(recorded, place, recorded.log.place(moments.parse(how.other)), how.actor)
+        return show.between(recorded, place, recorded.log.place(moments.parse(how.other)), how.actor, tell)
     if how.steps is not None:
-        return show.steps(recorded, place, how.actor, how.steps)
+        return show.steps(recorded, place, how.actor, how.steps, tell)
     if how.as_json:
         return (_json({name: track.state_at(place)}) for name, track in recorded.tracks.items())
     return show.moment(recorded, place, how.actor)

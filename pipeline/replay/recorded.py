@@ -217,7 +217,17 @@ class Recorded:
 
 
 def eras_of(name: str, config: RunConfig, past: Sequence[Era]) -> list[tuple[int | None, Core[Any]]]:
-    """(last sequence number, core) of an actor for each set of settings that the run has had."""
+    """(last sequence number, core) of an actor for each set of settings that the run has had.
+
+    Raises `PipelineError` for an actor of a kind that this version does not have.
+    """
+    if registry.kind_of(name) not in registry.KINDS:
+        raise PipelineError(
+            f"the journals hold actor {name!r}, of a kind that this version has no core for, so it can't be replayed: "
+            f"look at the others one by one, with --actor ({', '.join(registry.names(config))}), or use the version "
+            "that wrote it (versions in run.json)",
+            Exit.FAILED,
+        )
     before = [(era.seqs.get(name, 0), core_of(msgspec.convert(era.config, RunConfig), name)) for era in past]
     return [*before, (None, core_of(config, name))]
 

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import UTC, datetime
 
+from pipeline.replay import telling
 from pipeline.replay.check import Verdict
 from pipeline.replay.recorded import Place, Recorded, Track, describe
-from pipeline.replay.states import command, differences, outline, plain
+from pipeline.replay.states import outline
+from pipeline.replay.telling import Telling, clock
 from pipeline.replay.whatif import WhatIf
 from pipeline.runtime.journal import Record
-
-
-def clock(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def moment(recorded: Recorded, place: Place, actor: str | None) -> Iterator[str]:
@@ -28,16 +25,18 @@ def moment(recorded: Recorded, place: Place, actor: str | None) -> Iterator[str]
             yield from (f"  {line}" for line in outline(track.state_at(place)))
 
 
-def between(recorded: Recorded, first: Place, second: Place, actor: str | None) -> Iterator[str]:
+def between(
+    recorded: Recorded, first: Place, second: Place, actor: str | None, tell: Telling = telling.WORDS
+) -> Iterator[str]:
     """How states differ between two places."""
     for track in _chosen(recorded, actor):
-        changed = list(differences(plain(track.state_at(first)), plain(track.state_at(second))))
-        if changed:
-            yield f"{track.name}: inputs {track.count_at(first)} to {track.count_at(second)}"
-            yield from (f"  {line}" for line in changed)
+        counts = track.count_at(first), track.count_at(second)
+        yield from tell.change(track.name, counts, track.state_at(first), track.state_at(second))
 
 
-def steps(recorded: Recorded, place: Place, actor: str | None, count: int) -> Iterator[str]:
+def steps(
+    recorded: Recorded, place: Place, actor: str | None, count: int, tell: Telling = telling.WORDS
+) -> Iterator[str]:
     """The next `count` steps after a place, of one actor or of all by time: input, commands, change of state."""
     upcoming = []
     for track in _chosen(recorded, actor):
@@ -50,20 +49,17 @@ def steps(recorded: Recorded, place: Place, actor: str | None, count: int) -> It
     shown = [
         (record.now, lines)
         for name, wanted in taken.items()
-        for record, lines in _steps(recorded.tracks[name], place, wanted)
+        for record, lines in _steps(recorded.tracks[name], place, wanted, tell)
     ]
     for _, lines in sorted(shown, key=lambda item: item[0]):
         yield from lines
 
 
-def _steps(track: Track, place: Place, count: int) -> Iterator[tuple[Record, list[str]]]:
+def _steps(track: Track, place: Place, count: int, tell: Telling) -> Iterator[tuple[Record, list[str]]]:
     start = track.count_at(place)
     before = track.state_at(place)
     for record, input, state, commands in track.steps(start, before):
-        lines = [f"{track.name} step {record.seq} at {clock(record.now)}: {describe(input)}"]
-        lines += [f"  does {command(each)}" for each in commands]
-        lines += [f"  state {line}" for line in differences(plain(before), plain(state))]
-        yield record, lines
+        yield record, list(tell.step(track.name, record, input, commands, before, state))
         before = state
         count -= 1
         if not count:

@@ -37,19 +37,32 @@ def _key(name: Any) -> str:
     return name if isinstance(name, str) else str(_plain(name))
 
 
-def differences(before: Any, after: Any, path: str = "") -> Iterator[str]:
-    """`path: old -> new` for each leaf that differs between two plain states."""
+def changes(before: Any, after: Any, path: str = "") -> Iterator[dict[str, Any]]:
+    """`path`, `before` and `after` of each leaf that differs between two plain states; one side lacks what it has not.
+
+    The values are whole."""
     if isinstance(before, dict) and isinstance(after, dict):
         for name in dict.fromkeys([*before, *after]):
             inner = f"{path}.{name}" if path else name
             if name not in before:
-                yield f"{inner}: + {short(after[name])}"
+                yield {"path": inner, "after": after[name]}
             elif name not in after:
-                yield f"{inner}: - {short(before[name])}"
+                yield {"path": inner, "before": before[name]}
             else:
-                yield from differences(before[name], after[name], inner)
+                yield from changes(before[name], after[name], inner)
     elif before != after:
-        yield f"{path}: {short(before)} -> {short(after)}"
+        yield {"path": path, "before": before, "after": after}
+
+
+def differences(before: Any, after: Any) -> Iterator[str]:
+    """`path: old -> new` for each leaf that differs between two plain states."""
+    for each in changes(before, after):
+        if "before" not in each:
+            yield f"{each['path']}: + {short(each['after'])}"
+        elif "after" not in each:
+            yield f"{each['path']}: - {short(each['before'])}"
+        else:
+            yield f"{each['path']}: {short(each['before'])} -> {short(each['after'])}"
 
 
 def short(value: Any, most: int = 160) -> str:

@@ -29,7 +29,7 @@ from pipeline.replay.recorded import Recorded
 from pipeline.rundir import RunDir, config_of
 from pipeline.secrets import Scrubber
 from pipeline.simulate import archive
-from tests.stalls.gallery import PATIENT, long_tail_in_drain
+from tests.stalls.gallery import PATIENT, long_tail_in_drain, two_coordinators
 from tests.stalls.scene import BASE, Scene
 
 SECRET = "hunter2-hunter2"
@@ -229,6 +229,33 @@ def test_steps_behind_a_gap_of_a_journal_are_left_out(stalled: RunDir, tmp_path:
     run = bundle.unpack(tmp_path / "b.tar.gz", tmp_path / "out")
     left = [entry.entry for entry in archives.read(run / "journals", {"journal:buffer"})]
     assert left == [f"{number}-0" for number in range(1, 7)]
+
+
+def test_an_actor_of_a_kind_that_nobody_knows_is_left_out_and_named(tmp_path: Path):
+    scene = Scene(BASE)
+    two_coordinators(scene)
+    scene.start()
+    scene.run(60.0)
+    run = archive.write(scene.world, BASE, tmp_path / "run")
+    steps = len(scene.world.store.journals["refit-b"])
+    words = ["--to-test", "two", "--tests", str(tmp_path)], ["-o", str(tmp_path / "b.tar.gz"), "--no-stacks"]
+    for how in words:
+        result = CliRunner().invoke(cli.main, ["bundle", str(run.path), *how])
+        assert result.exit_code == 0, result.output
+        assert f"damaged, and left out: the journal of refit-b, {steps} steps: " in result.output
+        assert "of a kind that this version has no core for" in result.output
+    unpacked = bundle.unpack(tmp_path / "b.tar.gz", tmp_path / "out")
+    streams = {entry.stream for entry in archives.read(unpacked / "journals")}
+    assert "journal:refit" in streams
+    assert "journal:refit-b" not in streams
+    assert "two_writers" in (unpacked / "why.txt").read_text()
+    assert check(Recorded.read(unpacked, config_of(unpacked))).divergences == ()
+    for how in (["replay", str(run.path)], ["replay", str(run.path), "--check"]):
+        result = CliRunner().invoke(cli.main, how)
+        assert (result.exit_code, type(result.exception)) == (1, SystemExit)
+        assert "the journals hold actor 'refit-b', of a kind that this version has no core for" in result.output
+        assert "with --actor (recorder, refit, gateway-0, " in result.output
+    assert CliRunner().invoke(cli.main, ["replay", str(run.path), "--actor", "refit"]).exit_code == 0
 
 
 def test_a_run_whose_events_are_gone_is_bundled_too(stalled: RunDir, tmp_path: Path):

@@ -334,6 +334,28 @@ def test_steps_of_all_actors_come_by_time(run: RunDir):
     assert heads == sorted(heads)
 
 
+def test_steps_and_changes_are_told_as_json_too(run: RunDir, recorded: Recorded):
+    position, envelope = first(recorded, RefitRequested)
+    place = ["--until", str(position), "--actor", "gateway-0"]
+    steps = [json.loads(line) for line in call(str(run.path), *place, "--step", "3", "--json").output.splitlines()]
+    words = call(str(run.path), *place, "--step", "3").output
+    assert [f"gateway-0 step {each['step']} at {each['at']}: " in words for each in steps] == [True] * 3
+    requested = next(each for each in steps if each["input"].get("id") == envelope.id)
+    assert (requested["input"]["kind"], requested["input"]["body"]["epoch"]) == ("refit.requested", 1)
+    assert {"path": "epoch", "before": 0, "after": 1} in requested["changes"]
+    assert "gate.closed" in [command.get("kind") for each in steps for command in each["commands"]]
+    place = ["--until", "90", "--diff", "130"]
+    changed = {
+        each["actor"]: each for each in map(json.loads, call(str(run.path), *place, "--json").output.splitlines())
+    }
+    words = call(str(run.path), *place).output
+    heads = [f"{name}: inputs {each['inputs'][0]} to {each['inputs'][1]}" for name, each in changed.items()]
+    assert heads == [line for line in words.splitlines() if line[0] != " "] != []
+    assert sum(len(each["changes"]) for each in changed.values()) == len(words.splitlines()) - len(heads)
+    trained = next(each for each in changed["trainer"]["changes"] if each["path"] == "step")
+    assert trained["before"] < trained["after"]
+
+
 def test_a_divergence_ends_with_exit_code_1(run: RunDir, tmp_path: Any):
     copy = tmp_path / "other"
     copy.mkdir()
