@@ -105,17 +105,10 @@ VARIANTS = (
     Variant("nccl", 2, 40, 260.0, own=True, rises=True),
     Variant("megatron", 2, 40, 150.0, rises=True, settings=("trainer.backend=megatron",)),
     Variant(
-        "megatron-tp",
-        2,
-        8,
-        90.0,
-        settings=("trainer.backend=megatron", "trainer.ranks=2", "trainer.megatron.tensor_parallel=2"),
-    ),
-    Variant(
         "megatron-pp",
         2,
         8,
-        90.0,
+        120.0,
         settings=("trainer.backend=megatron", "trainer.ranks=2", "trainer.megatron.pipeline_parallel=2"),
     ),
     Variant(
@@ -126,7 +119,10 @@ VARIANTS = (
         settings=("trainer.ranks=2", "trainer.packed=true", "trainer.activation_checkpointing=true"),
     ),
     Variant("async", 2, 14, 100.0, timed=True, settings=(*BOUND, "refit.drain=interrupt")),
-    Variant("sync", 2, 14, 110.0, timed=True, settings=(*BOUND, "sync=true")),
+    Variant("sync", 2, 14, 100.0, timed=True, settings=(*BOUND, "sync=true")),
+    Variant("short-async", 2, 14, 80.0, timed=True),
+    Variant("short-interrupt", 2, 14, 80.0, timed=True, settings=("refit.drain=interrupt",)),
+    Variant("short-sync", 2, 14, 80.0, timed=True, settings=("sync=true",)),
 )
 
 
@@ -253,6 +249,8 @@ class Lane:
         done = {said.get("ratio") for said in self.results}
         pairs = (
             ("sync over async, seconds a step", "sync", "async", "s_per_step"),
+            ("sync over async, the recipe's answers", "short-sync", "short-async", "s_per_step"),
+            ("sync over interrupted async, the recipe's answers", "short-sync", "short-interrupt", "s_per_step"),
             ("decoding while training over the engine alone, tokens/s", "async", "alone", "tokens_per_s"),
         )
         for what, above, below, key in pairs:
