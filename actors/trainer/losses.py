@@ -95,15 +95,5 @@ def token_weights(
     return 1.0 / (sequences * trainable[rows].to(torch.float32))
 
 
-def log_softmax(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Log-probabilities float32 [n, vocabulary] of the distribution that is sampled at `temperature` float [n]."""
-    return torch.log_softmax(logits.float() / temperature[:, None], dim=-1)
-
-
-def entropy(distribution: Tensor) -> Tensor:
-    """Entropy in nats [n] of log-probabilities [n, vocabulary]."""
-    return -(distribution.exp() * distribution).sum(-1)
-
-
 def _bounded_exp(log_ratio: Tensor) -> Tensor:
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()

@@ -23,11 +23,12 @@ from torch.distributed import ProcessGroup
 from torch.utils.checkpoint import checkpoint as recomputed
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from actors.trainer import checkpoint, hf_files, losses, objective, offload, packed, rows, spread
+from actors.trainer import checkpoint, hf_files, objective, offload, packed, rows, spread
 from actors.trainer.backend import World
 from actors.trainer.metrics import StepMetrics
 from actors.trainer.packing import Microbatch, Sample, pack, split
 from actors.trainer.schedule import schedule
+from actors.trainer.statistics import token_statistics
 from config.schema import TrainerConfig
 
 OPTIMIZER = "optimizer.pt"
@@ -228,7 +229,7 @@ class TorchPolicy:
             (loss * self._world.size).backward()  # FSDP takes the mean over ranks, the loss is a sum
         for _ in range(minibatch.fillers):
             assert minibatch.filler is not None
-            current, entropy = self._score(self.model, minibatch.filler, entropy_gradient=True)
+            current, entropy = self._score(self.model, minibatch.filler)
             if self._reference is not None:  # its layers are gathered too
                 with torch.no_grad():
                     self._score(self._reference, minibatch.filler)
@@ -253,7 +254,7 @@ class TorchPolicy:
     ) -> Tensor:
         """This microbatch's share of the minibatch loss, a scalar to call backward on."""
         config = self._config.loss
-        current, entropy = self._score(self.model, micro, entropy_gradient=config.entropy_coef > 0)
+        current, entropy = self._score(self.model, micro)
         reference = None
         if self._reference is not None:
             with torch.no_grad():
@@ -270,15 +271,11 @@ class TorchPolicy:
             metrics=metrics,
         )
 
-    def _score(
-        self, model: torch.nn.Module, micro: Microbatch, *, entropy_gradient: bool = False
-    ) -> tuple[Tensor, Tensor]:
+    def _score(self, model: torch.nn.Module, micro: Microbatch) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy float32 [n] of the trainable tokens of a microbatch."""
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._dtype == torch.bfloat16):
             logits = self._packed_logits(model, micro) if self._config.packed else self._padded_logits(model, micro)
-        distribution = losses.log_softmax(logits, self._tensor(micro.temperature))
-        chosen = distribution.gather(1, self._tensor(micro.target)[:, None])[:, 0]
-        return chosen, losses.entropy(distribution if entropy_gradient else distribution.detach())
+        return token_statistics(logits, self._tensor(micro.target), self._tensor(micro.temperature))
 
     def _padded_logits(self, model: torch.nn.Module, micro: Microbatch) -> Tensor:
         output = model(input_ids=self._tensor(micro.ids), logits_to_keep=self._tensor(micro.columns), use_cache=False)

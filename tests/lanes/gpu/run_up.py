@@ -174,12 +174,15 @@ class Lane:
         """One `pipeline up` and `pipeline verify`, judged."""
         run = self.work / variant.name
         limit = min(variant.limit_s, self.left_s)
-        with Sampler(self.last) as sampler:
+        with Sampler(self.last if variant.colocated else 0) as sampler:
             done = carried_out(self.words(variant, url), run, run.with_suffix(".log"), limit)
         said = judged(variant, rows(run), self.args.dry)
         if "engine.release=all" in variant.settings:
             said["given_back_mib"], wrong = given_back(run, sampler.seen)
             said["failures"] += wrong
+        if sampler.seen:  # of all that runs there, the trainer first of all
+            free = [size for _, size in sampler.seen]
+            said["memory_rise_mib"] = (max(free) - min(free)) // 2**20
         said |= {"rc": done.status, "verify_rc": done.verify_rc, "seconds": round(done.seconds, 1)}
         if done.status != 0:
             how = f"over after {limit:g} s" if done.status is None else done.status

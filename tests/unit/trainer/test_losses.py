@@ -104,13 +104,3 @@ def test_token_weights_make_a_mean_of_tokens_or_of_sequences() -> None:
     sequence = losses.token_weights(rows, trainable, "sequence", tokens=4, sequences=2)
     assert float((token * loss).sum()) == pytest.approx(4.0)
     assert float((sequence * loss).sum()) == pytest.approx((2.0 + 10.0) / 2)
-
-
-def test_temperature_divides_the_logits_of_its_own_token() -> None:
-    logits = torch.tensor([[1.0, 0.0], [1.0, 0.0]])
-    values = losses.log_softmax(logits, torch.tensor([1.0, 0.5]))
-    torch.testing.assert_close(values, torch.log_softmax(torch.tensor([[1.0, 0.0], [2.0, 0.0]]), -1))
-
-
-def test_entropy_of_a_uniform_distribution_is_the_log_of_its_size() -> None:
-    assert float(losses.entropy(torch.log_softmax(torch.zeros(1, 8), -1))) == pytest.approx(math.log(8))

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from actors.trainer import losses
 from actors.trainer.megatron import vocabulary
+from actors.trainer.statistics import token_statistics
 
 VOCABULARY, PADDED = 23, 32
 
@@ -51,8 +51,7 @@ def test_statistics_and_gradients_are_those_of_the_whole_vocabulary_without_its_
     by_chosen, by_entropy = torch.randn(7, generator=generator), torch.randn(7, generator=generator)
 
     whole = logits[:, :VOCABULARY].clone().requires_grad_()
-    distribution = losses.log_softmax(whole, temperature)
-    chosen, entropy = distribution.gather(1, targets[:, None])[:, 0], losses.entropy(distribution)
+    chosen, entropy = token_statistics(whole, targets, temperature)
     (chosen @ by_chosen + entropy @ by_entropy).backward()
 
     group = Group(size)
