@@ -19,6 +19,8 @@ COPIES = 2
 """Frozen copies of the weights that the trainer keeps on its GPU."""
 CONTEXT = GIB // 2
 """What CUDA itself takes for each process."""
+LEAST_BUCKET = 16 * 2**20
+"""How small an automatic bucket of a refit gets."""
 BYTES = {"float32": 4, "bfloat16": 2}
 Moment = Literal["a step", "a refit", "generation"]
 
@@ -114,6 +116,7 @@ def _trainer(config: RunConfig, model: Model, found: Needs) -> None:
     if trainer.offload == "none":
         kept += share.optimizer + (share.gradients if megatron else 0)
     whole = config.refit.transport == "ipc" and is_direct(config)
+    laid_out = Part("buckets that the trainer lays out", sent_buckets(config) * _bucket(config, model))
     for rank, gpu in enumerate(places):
         own = [Part("trainer's frozen copies", COPIES * sent)] if rank == 0 else []
         own.append(Part("CUDA of the trainer", CONTEXT))
@@ -125,7 +128,7 @@ def _trainer(config: RunConfig, model: Model, found: Needs) -> None:
             Part("optimizer", share.optimizer),
         ]
         found["a step"][gpu] += [*own, *buffer, *step]
-        found["a refit"][gpu] += [*own, *buffer, *between]
+        found["a refit"][gpu] += [*own, *buffer, *between, *([laid_out] if rank == 0 and laid_out.size else [])]
         found["generation"][gpu] += [*own, *buffer, *between]
 
 
@@ -137,9 +140,34 @@ def _engine(config: RunConfig, model: Model, index: int, free: Mapping[int, int]
         cache = Part(f"cache of engine-{index}", _cache(config, model, gpu, weights.size, len(places), free))
         own = Part(f"CUDA of engine-{index}", CONTEXT)
         held = {"none": [weights, cache], "kv": [weights], "all": []}[engine.release]
+        staged = Part(f"buckets that engine-{index} stages", staged_buckets(config) * _bucket(config, model))
         found["a step"][gpu] += [own, *held]
         found["a refit"][gpu] += [own, weights] if engine.release != "none" else [own, weights, cache]
+        found["a refit"][gpu] += [staged] if staged.size else []
         found["generation"][gpu] += [own, weights, cache]
+
+
+def sent_buckets(config: RunConfig) -> int:
+    """That the trainer's rank 0 lays out on its GPU."""
+    return 2 if config.refit.transport in ("nccl", "ipc") and not is_direct(config) else 0
+
+
+def staged_buckets(config: RunConfig) -> int:
+    """That each rank of an engine surely stages on its GPU: SGLang's own receiver every one twice.
+
+    Ours stages what has to be cut for a rank, which is not known here. Memory that is opened needs none.
+    """
+    transport = config.refit.transport
+    if transport == "ipc" or is_direct(config):
+        return 0
+    return 2 if config.engine.kind != "torch" else int(transport == "nccl")
+
+
+def _bucket(config: RunConfig, model: Model) -> int:
+    """At the least: one tensor may be larger."""
+    set_size = config.refit.bucket_mib
+    size = LEAST_BUCKET if set_size is None else int(set_size * 2**20)
+    return min(size, BYTES[config.model.dtype] * model.parameters)
 
 
 def _cache(config: RunConfig, model: Model, gpu: int, weights: int, ranks: int, free: Mapping[int, int]) -> int:

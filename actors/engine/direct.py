@@ -46,6 +46,7 @@ class Direct:
         self._prepared: tuple[Bucket, ...] | None = None
         self._parts: list[Parts] = []
         self._whole: list[str] | None = None
+        self._opened: tuple[str, ...] | None = None
         self.fallback = ""
         """Why the model goes through SGLang's own loader; empty when it doesn't."""
 
@@ -58,7 +59,7 @@ class Direct:
         """Have every rank derive where the tensors go, unless that is known."""
         if buckets == self._prepared:
             return
-        self._prepared = None
+        self._prepared = self._opened = None
         tensors = [spec for bucket in buckets for spec in bucket.tensors]
         told = {"do": "prepare", "counts": [len(bucket.tensors) for bucket in buckets]}
         answers = await self._tell(told, timeout, tensors=tensors)
@@ -80,9 +81,19 @@ class Direct:
         """Take everything that rank 0 of `group` broadcasts."""
         return await self._tell_idle({"do": "broadcast"}, timeout, group=group, version=version)
 
+    def has_open(self, places: Sequence[str]) -> bool:
+        """Whether every rank has this memory open. What was opened last is."""
+        return tuple(places) == self._opened
+
+    async def open(self, places: Sequence[str], timeout: float) -> None:
+        """Have every rank open shared memory that it has not seen; nothing is loaded. `places` as in `copy`."""
+        self._opened = None
+        await self._tell({"do": "open", "places": _raw(places)}, timeout)
+        self._opened = tuple(places)
+
     async def copy(self, places: Sequence[str], version: str, timeout: float) -> list[Answer]:
         """Take everything from shared memory. `places`: JSON, one a rank."""
-        told = {"do": "copy", "places": [msgspec.Raw(place.encode()) for place in places]}
+        told = {"do": "copy", "places": _raw(places)}
         return await self._tell_idle(told, timeout, version=version)
 
     async def _tell_idle(self, told: Mapping[str, Any], timeout: float, **more: Any) -> list[Answer]:
@@ -110,6 +121,10 @@ class Direct:
             return msgspec.json.decode(message[len(PREFIX) : message.rindex("]") + 1], type=list[Answer])
         except (ValueError, msgspec.DecodeError) as error:
             raise CallError(CALL, 200, f"{error}: {message[:200]!r}") from error
+
+
+def _raw(places: Sequence[str]) -> list[msgspec.Raw]:
+    return [msgspec.Raw(place.encode()) for place in places]
 
 
 def inner(timeout: float) -> float:

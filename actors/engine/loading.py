@@ -156,14 +156,23 @@ class Loading:
     # --- by our own receiver -----------------------------------------------------------------------------------------
 
     async def _straight(self, receiver: Direct) -> dict[str, str] | None:
-        """One call takes everything, and flushes the cache behind it."""
+        """One call takes everything, and flushes the cache behind it.
+
+        Memory that is new to the receiver is opened in a call of its own, which counts as the making of a group does.
+        """
         command, version = self._command, str(self._command.version)
         with self.within("prepare"):
             await receiver.prepare(self._buckets, self._left())
         answers: list[Answer] = []
 
         async def copy(parts: Sequence[str], left: float) -> None:
-            answers.extend(await receiver.copy(parts, version, left))
+            give_up_at = time.monotonic() + left
+            if not receiver.has_open(parts):
+                with self.within("join"):
+                    await receiver.open(parts, left)
+                self._spent["receive"] = -self._spent["join"]
+                self.phase = "receive"
+            answers.extend(await receiver.copy(parts, version, give_up_at - time.monotonic()))
 
         with self.within("receive"):
             if self._config.refit.transport == "ipc":

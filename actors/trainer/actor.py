@@ -101,7 +101,7 @@ class TrainerShell:
             case Send():
                 return await self._send(command)
             case Abandon():
-                await asyncio.to_thread(self._sender.abandon, command.epoch)
+                await asyncio.to_thread(self._sender.abandon, command.epoch, command.reason)
                 return None
         raise TypeError(f"the trainer can't perform {command!r}")
 

@@ -346,7 +346,7 @@ class TrainerCore:
         late = event.epoch != state.epoch
         if late:
             return state, ()
-        return replace(state, sending=False, plan=_to_be_written(state.plan)), (Abandon(event.epoch),)
+        return replace(state, sending=False, plan=_to_be_written(state.plan)), (Abandon(event.epoch, event.reason),)
 
     def _committed(self, state: State, event: RefitCommitted, _: float) -> Step[State]:
         return replace(state, sending=False) if event.epoch == state.epoch else state, ()

@@ -57,9 +57,10 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class Abandon(msgspec.Struct, frozen=True):
-    """Abort whatever transfer belongs to epochs up to `epoch`."""
+    """Abort whatever transfer belongs to epochs up to `epoch`. `reason`: why that one failed, where it did."""
 
     epoch: int
+    reason: str = ""
 
 
 # --- their results ---------------------------------------------------------------------------------------------------

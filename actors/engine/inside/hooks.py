@@ -79,7 +79,10 @@ def answer(manager: Any, request: Any) -> tuple[bool, str]:
 
 
 def perform(manager: Any, request: Any) -> dict[str, Any]:
-    """`prepare`: derive where the named tensors go. `broadcast`, `copy`: take them all, and flush the cache."""
+    """`prepare`: derive where the named tensors go. `broadcast`, `copy`: take them all, and flush the cache.
+
+    `open`: have the memory that `copy` is about to name ready.
+    """
     command = json.loads(request.load_format[len(PREFIX) :])
     runner = manager.tp_worker.model_runner
     receiver = getattr(runner, "sluice_receiver", None)
@@ -92,6 +95,8 @@ def perform(manager: Any, request: Any) -> dict[str, Any]:
         dtypes = [getattr(torch, dtype) for dtype in request.dtypes]
         receiver.prepare([Spec(*each) for each in zip(request.names, dtypes, shapes, strict=True)], command["counts"])
         return {"fallback": receiver.fallback, "parts": receiver.parts()}
+    if command["do"] == "open":
+        return {"fallback": receiver.fallback, "phases": receiver.open(command["places"][runner.tp_rank])}
     if not _idle(manager):
         raise Held("requests are held: weights can't change under them", lost=False)
     if command["do"] == "copy":

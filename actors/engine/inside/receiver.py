@@ -171,17 +171,27 @@ class Receiver:
 
     # --- through shared memory ---------------------------------------------------------------------------------------
 
+    def open(self, place: dict[str, Any]) -> dict[str, float]:
+        """Have the memory at `place` ready for `copy`; nothing is changed. Seconds by phase. Raises `Failed`."""
+        if self._key is None:
+            raise Failed("nothing is prepared", lost=False)
+        began = time.monotonic()
+        try:
+            for _ in self._copies(*self._opened(place)):
+                pass
+        except (RuntimeError, OSError) as error:
+            raise Failed(str(error), lost=False) from error
+        return {"open": time.monotonic() - began}
+
     def copy(self, place: dict[str, Any], timeout: float) -> dict[str, float]:
         """Copy every tensor from memory of another process of this host; seconds by phase. Raises `Failed`."""
         if self._key is None:
             raise Failed("nothing is prepared", lost=False)
         give_up_at, marks = time.monotonic() + timeout, _Marks(self._device)
-        specs = [spec for bucket in self._buckets for spec in bucket.specs]
-        starts, size = slices.offsets(spec.size for spec in specs)
         try:
-            flat = self._open(place, size)
+            opened = self._opened(place)
             marks.mark("open")
-            for copy, mixer in zip(self._copies(flat, specs, starts), self._mixers, strict=True):
+            for copy, mixer in zip(self._copies(*opened), self._mixers, strict=True):
                 copy()
                 self._beside(mixer)
             marks.mark("load")
@@ -218,8 +228,10 @@ class Receiver:
     def _slices(self, name: str) -> Sequence[Piece]:
         return self._layout.slices[name]
 
-    def _open(self, place: dict[str, Any], size: int) -> torch.Tensor:
-        """The memory at `place`, which stays open for as long as the same one is named."""
+    def _opened(self, place: dict[str, Any]) -> tuple[torch.Tensor, list[Spec], Sequence[int]]:
+        """The memory at `place`, which stays open for as long as the same one is named; what lies where in it."""
+        specs = [spec for bucket in self._buckets for spec in bucket.specs]
+        starts, size = slices.offsets(spec.size for spec in specs)
         key = tuple(sorted((name, str(value)) for name, value in place.items()))
         if self._memory is None or self._memory[0] != key:
             self._memory = self._views = None
@@ -230,7 +242,7 @@ class Receiver:
         flat = self._memory[1]
         if flat.numel() < size:
             raise RuntimeError(f"the shared memory has {flat.numel()} bytes, the tensors {size}")
-        return flat
+        return flat, specs, starts
 
     # --- what is held ------------------------------------------------------------------------------------------------
 

@@ -102,14 +102,18 @@ class Groups:
     def receive(self, name: str, incoming: Sequence[Incoming], bucket: bool) -> list[tuple[str, torch.Tensor]]:
         """The named tensors rank 0 broadcasts: one by one, or as one bucket of bytes in the order given.
 
-        Raises `GroupError` when the group is unknown or the sender left, dawdled or disagrees on sizes; on a GPU
-        `GroupLost` for the latter three.
+        Raises `GroupError` when the group is unknown, there is no memory for what is announced, or the sender left,
+        dawdled or disagrees on sizes; on a GPU `GroupLost` for the latter three.
         """
         group, device = self._member(name)
         sizes = [(item.shape, item.dtype) for item in incoming]
         if bucket:
             sizes = [((sum(item.size for item in incoming),), torch.uint8)]
-        tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
+        try:
+            tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in sizes]
+        except (RuntimeError, MemoryError) as error:  # no collective has begun here
+            size = sum(item.size for item in incoming)
+            raise GroupError(f"no memory for {size} bytes of group {name!r} (refit.bucket_mib): {error}") from error
         try:
             self._broadcast(group, tensors)
         except (RuntimeError, ValueError, TimeoutError) as error:

@@ -60,8 +60,11 @@ class Sender(Protocol):
         """
         ...
 
-    def abandon(self, epoch: int | None = None) -> None:
-        """Abort the transfer that runs, if it belongs to an epoch up to `epoch` (None: any). Idle groups stay."""
+    def abandon(self, epoch: int | None = None, reason: str = "") -> None:
+        """Abort the transfer that runs, if it belongs to an epoch up to `epoch` (None: any). Idle groups stay.
+
+        `reason` is why the epoch failed, where it did: an engine without memory for buckets is sent smaller ones.
+        """
         ...
 
     def close(self) -> None:

@@ -131,11 +131,13 @@ class CollectiveSender:
             if attempt.error is None:
                 self._group = attempt.group
             else:
-                self._sizer.forget()
+                self._sizer.forget(attempt.error.reason)
         return attempt.result()
 
-    def abandon(self, epoch: int | None = None) -> None:
+    def abandon(self, epoch: int | None = None, reason: str = "") -> None:
         """See `Sender.abandon`."""
+        if reason:
+            self._sizer.forget(reason)
         with self._lock:
             attempt = self._attempt
         if attempt is not None and (epoch is None or attempt.started.epoch <= epoch):

@@ -91,15 +91,17 @@ class IpcSender:
             buffers = self._room(max(bucket.size for bucket in offered.buckets), offered.tensors, BUFFERS)
             return attempt.run(lambda: attempt.send(buffers))
         except TransferError as error:
-            self._sizer.forget()
+            self._sizer.forget(error.reason)
             raise attempt.abandoned or error from error.__cause__
         finally:
             attempt.close()
             with self._lock:
                 self._attempt = None
 
-    def abandon(self, epoch: int | None = None) -> None:
+    def abandon(self, epoch: int | None = None, reason: str = "") -> None:
         """See `Sender.abandon`."""
+        if reason:
+            self._sizer.forget(reason)
         with self._lock:
             attempt = self._attempt
         if attempt is not None and (epoch is None or attempt.started.epoch <= epoch):

@@ -10,14 +10,16 @@ from collections.abc import Sequence
 
 import msgspec
 
-from config import gpus
+from config import gpus, memory
 from config.schema import RunConfig, is_direct
 
 MIB = 2**20
 ON_CPU = 256 * MIB
-LEAST, SMALL, LARGE = 16 * MIB, 64 * MIB, 512 * MIB
+LEAST, SMALL, LARGE = memory.LEAST_BUCKET, 64 * MIB, 512 * MIB
 """Automatic sizes on a GPU: an eighth of its free memory between the last two, and down to the first one if a refit
 would not fit otherwise."""
+SHORT = ("out of memory", "no memory for", "no space left", "allocate memory")
+"""What CUDA, an engine of ours, the host's shared memory, and torch on a CPU say."""
 
 
 class Staging(msgspec.Struct, frozen=True, kw_only=True):
@@ -52,20 +54,19 @@ class Choice(msgspec.Struct, frozen=True):
 
 def of(config: RunConfig) -> Staging:
     """Of a run's sender, which is the trainer's rank 0."""
-    transport, direct, kind = config.refit.transport, is_direct(config), config.engine.kind
+    transport, direct = config.refit.transport, is_direct(config)
     mine = gpus.of_trainer(config)[:1]
     shares = [gpus.of_engine(config, index) for index in range(config.engine.count)]
     beside = sum(len(set(mine) & set(share)) for share in shares)
-    # memory that is opened where it is needs no staging before SGLang's loader, or our engine, reads it
-    taken = 0 if transport == "ipc" and not direct else 2 if kind != "torch" and not direct else 1
-    if transport == "ipc":
-        return Staging(sent=0 if direct else 2, whole=direct, taken=taken, beside=beside)
-    return Staging(sent=2 if transport == "nccl" and not direct else 0, taken=taken, beside=beside)
+    # ours stages at most one bucket, of what has to be cut; our engine one over gloo too, though in the host's memory
+    staged = max(memory.staged_buckets(config), int(transport != "ipc" or direct))
+    sent = memory.sent_buckets(config)
+    return Staging(sent=sent, whole=transport == "ipc" and direct, taken=staged, beside=beside)
 
 
-def choose(setting: int | None, free: int, sizes: Sequence[int], staging: Staging) -> Choice:
-    """The bucket that is set, or one that suits `free` bytes of GPU memory. Raises `NoRoom`."""
-    usual = min(LARGE, max(SMALL, free // 8))
+def choose(setting: int | None, free: int, sizes: Sequence[int], staging: Staging, most: int = LARGE) -> Choice:
+    """The bucket that is set, or one of up to `most` bytes that suits `free` bytes of GPU memory. Raises `NoRoom`."""
+    usual = min(most, LARGE, max(SMALL, free // 8))
     size = usual if setting is None else setting
     if setting is None:
         while staging.needs(size, sizes) > free and size > LEAST:
@@ -75,14 +76,19 @@ def choose(setting: int | None, free: int, sizes: Sequence[int], staging: Stagin
         raise NoRoom(_no_room(setting, size, needed, free, sizes, staging))
     if size == usual or setting is not None:
         return Choice(size)
-    least = _mib(staging.needs(usual, sizes))
-    return Choice(size, f"buckets of {_mib(size)} instead of {_mib(usual)}, which need {least}: {_mib(free)} is free")
+    least = mib(staging.needs(usual, sizes))
+    return Choice(size, f"buckets of {mib(size)} instead of {mib(usual)}, which need {least}: {mib(free)} is free")
+
+
+def is_short(reason: str) -> bool:
+    """Whether a transfer failed because somebody, perhaps an engine on another GPU, had no memory for a bucket."""
+    return any(words in reason.lower() for words in SHORT)
 
 
 def _no_room(setting: int | None, size: int, needed: int, free: int, sizes: Sequence[int], staging: Staging) -> str:
     parts = []
     if staging.whole:
-        parts.append(f"a copy of the model, {_mib(sum(sizes))}")
+        parts.append(f"a copy of the model, {mib(sum(sizes))}")
     if staging.sent:
         parts.append(f"{staging.sent} buckets of the trainer")
     if staging.taken and staging.beside:
@@ -94,10 +100,10 @@ def _no_room(setting: int | None, size: int, needed: int, free: int, sizes: Sequ
     elif setting is not None and size > max(sizes):
         fixes.insert(0, f"lower refit.bucket_mib={size / MIB:g}")
     return (
-        f"the refit needs {_mib(needed)} of GPU memory ({', '.join(parts)}; a bucket has up to {_mib(bucket)}), but "
-        f"{_mib(free)} is free: {', '.join(fixes)}"
+        f"the refit needs {mib(needed)} of GPU memory ({', '.join(parts)}; a bucket has up to {mib(bucket)}), but "
+        f"{mib(free)} is free: {', '.join(fixes)}"
     )
 
 
-def _mib(size: int) -> str:
+def mib(size: int) -> str:
     return f"{size / MIB:,.0f} MiB"

@@ -10,7 +10,7 @@ import xxhash
 
 from actors.engine.inside import mix64
 from actors.refit.transports.plan import plan
-from actors.refit.transports.staging import ON_CPU, Choice, Staging, choose
+from actors.refit.transports.staging import LARGE, LEAST, ON_CPU, Choice, Staging, choose, is_short, mib
 from contracts.events import Bucket, TensorSpec
 from contracts.weights import Checksum
 
@@ -70,6 +70,7 @@ class Sizer:
     def __init__(self, setting: int | None, staging: Staging) -> None:
         self._setting, self._staging = setting, staging
         self._chosen: Choice | None = None
+        self._most, self._why = LARGE, ""
 
     def choose(self, tensors: Mapping[str, torch.Tensor], held: int = 0) -> Choice:
         """By the GPU's free memory, of which `held` bytes are the sender's already. Raises `NoRoom`."""
@@ -77,14 +78,23 @@ class Sizer:
         if self._chosen is not None:
             return Choice(self._chosen.size)
         if device is None:
-            self._chosen = Choice(ON_CPU if self._setting is None else self._setting)
+            chosen = Choice(min(self._most, ON_CPU) if self._setting is None else self._setting)
         else:
             free, _ = torch.cuda.mem_get_info(device)
             cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
             sizes = [tensor.numel() * tensor.element_size() for tensor in tensors.values()]
-            self._chosen = choose(self._setting, free + cached + held, sizes, self._staging)
+            chosen = choose(self._setting, free + cached + held, sizes, self._staging, self._most)
+        why, self._why = self._why, ""
+        self._chosen = Choice(chosen.size, "; ".join(note for note in (why, chosen.note) if note))
         return self._chosen
 
-    def forget(self) -> None:
-        """The transfer failed: what is free now decides anew."""
-        self._chosen = None
+    def forget(self, reason: str = "") -> None:
+        """The transfer failed: what is free now decides anew.
+
+        Where `reason` tells of too little memory, an automatic bucket is from now on at most half of what it was.
+        """
+        chosen, self._chosen = self._chosen, None
+        if chosen is None or self._setting is not None or not is_short(reason) or chosen.size <= LEAST:
+            return
+        self._most = max(LEAST, chosen.size // 2)
+        self._why = f"buckets of at most {mib(self._most)}: with {mib(chosen.size)} somebody ran out of memory"

@@ -47,6 +47,35 @@ def test_each_setting_counts(words: tuple[str, ...], step: float, generation: fl
     assert (found["a step"][0], found["generation"][0]) == (step, generation)
 
 
+@pytest.mark.parametrize(
+    ("words", "trainer", "engine"),
+    [
+        (("engine.kind=sglang", "refit.receiver=sglang", "refit.transport=nccl"), 2, 2),
+        (("engine.kind=sglang", "refit.receiver=sglang", "refit.transport=gloo"), 0, 2),
+        (("engine.kind=sglang", "refit.receiver=sglang", "refit.transport=ipc"), 2, 0),
+        (("engine.kind=sglang", "refit.transport=nccl"), 0, 0),
+        (("refit.transport=nccl",), 2, 1),
+        (("refit.transport=ipc",), 2, 0),
+        (("refit.transport=gloo",), 0, 0),
+    ],
+)
+def test_buckets_count_in_a_refit_where_they_are_laid_out_and_where_they_are_staged(
+    words: tuple[str, ...], trainer: int, engine: int
+):
+    def more(*more: str) -> dict[int, float]:
+        found = sums(*words, *more)
+        return {gpu: round(found["a refit"][gpu] - found["generation"][gpu], 2) for gpu in found["a refit"]}
+
+    apart = "engine.device=cuda:1"
+    for told, size in (((), 2**24), (("refit.bucket_mib=128",), 2**27), (("refit.bucket_mib=8192",), 2 * 10**9)):
+        assert more(*told, apart) == {
+            0: pytest.approx(trainer * size / 1e9, abs=0.02),
+            1: pytest.approx(engine * size / 1e9, abs=0.02),
+        }, "no bucket is greater than the model"
+        if "refit.transport=nccl" not in words:
+            assert more(*told) == {0: pytest.approx((trainer + engine) * size / 1e9, abs=0.02)}
+
+
 def test_ranks_share_and_only_the_first_holds_copies():
     found = sums("trainer.ranks=2", "engine.device=cuda:1")
     assert found["a step"] == {0: 12.0, 1: 10.0}

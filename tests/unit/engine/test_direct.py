@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -10,11 +11,14 @@ from typing import Any
 import aiohttp
 import pytest
 import pytest_asyncio
+import torch
+from msgspec.structs import replace
 
 from actors.engine.actor import EngineShell
 from actors.engine.client import CallError, HttpEngineClient
 from actors.engine.direct import Answer, Direct, inner, merged, slowest, whole
 from actors.engine.server import Server, attach
+from actors.refit.transports.ipc import IpcSender
 from config.schema import EngineConfig, LaunchConfig, RefitConfig, RunConfig
 from contracts.events import Bucket, EngineDrained, EngineFailed, EngineLoaded, EngineReady, TensorSpec
 from contracts.weights import digest
@@ -22,7 +26,7 @@ from tests.unit.engine.driver import Driver
 from tests.unit.engine.fake_server import FakeServer
 from tests.unit.engine.test_sidecar_shell import BUCKETS as SENT
 from tests.unit.engine.test_sidecar_shell import Bench
-from tests.unit.engine.world import committed
+from tests.unit.engine.world import committed, failed, offered, started
 
 TENSORS = tuple(TensorSpec(name, "float32", (4, 2)) for name in ("model.embed_tokens.weight", "b"))
 BUCKETS = (Bucket(TENSORS[:1], 32), Bucket(TENSORS[1:], 32))
@@ -95,14 +99,16 @@ async def test_a_server_without_our_receiver_is_named(server: FakeServer, messag
 
 
 @pytest_asyncio.fixture
-async def bench(server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Bench]:
+async def bench(
+    server: FakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> AsyncIterator[Bench]:
     async def launch(self: EngineShell, deadline_s: float) -> Server:
         return await attach(server.url, deadline_s)
 
     monkeypatch.setattr(EngineShell, "_launch", launch)
     config = RunConfig(
         engine=EngineConfig(kind="sglang", lease_s=30.0),
-        refit=RefitConfig(deadline_s=60.0, drain_deadline_s=40.0),
+        refit=RefitConfig(transport=getattr(request, "param", "gloo"), deadline_s=60.0, drain_deadline_s=40.0),
         launch=LaunchConfig(start_deadline_s=60.0),
     )
     async with Driver(config, tmp_path) as driver:
@@ -190,3 +196,45 @@ async def test_weights_that_the_model_has_not_are_told_before_anything_is_receiv
     told = await bench.driver.event(EngineFailed, epoch=1)
     assert told.phase == "prepare"
     assert "'z' is not among" in told.reason
+
+
+@pytest.mark.parametrize("bench", ["ipc"], indirect=True)
+async def test_memory_that_is_new_is_opened_in_a_call_of_its_own_that_counts_as_the_join(bench: Bench) -> None:
+    for do in ("open", "copy"):
+        bench.server.receivers[do] = [{"fallback": "", "phases": {}, "sums": None}]
+    sender = IpcSender(None, "direct")
+    weights = {"a": torch.ones(2), "b": torch.ones(1), "c": torch.ones(4)}
+    seen = []
+    for epoch in (1, 2):
+        bench.request(epoch)
+        await bench.driver.event(EngineDrained, epoch=epoch)
+        offer = await asyncio.to_thread(sender.offer, weights.items())
+        bench.driver.publish(replace(offered(epoch), address=offer.address, payload=bench.driver.keep(offer.buckets)))
+        begun = started(epoch, 1)
+        bench.driver.publish(begun)
+        await asyncio.to_thread(sender.send, begun, 60.0)
+        loaded = await bench.driver.event(EngineLoaded, epoch=epoch)
+        bench.driver.publish(committed(epoch, 1))
+        await bench.driver.mode("serving")
+        commands = [body["load_format"] for path, body in bench.server.calls if path.startswith("/update")]
+        seen.append([word for command in commands for word in ("prepare", "open", "copy") if word in command])
+        assert all(phase.seconds >= 0.0 for phase in loaded.phases)
+        assert ("join" in [phase.name for phase in loaded.phases]) == (epoch == 1)
+        bench.server.calls.clear()
+    assert seen == [["prepare", "open", "copy"], ["copy"]]
+    await asyncio.to_thread(sender.close)
+
+
+async def test_a_receiver_out_of_memory_fails_the_engine_with_the_reason_and_the_next_epoch_loads(bench: Bench) -> None:
+    await bench.serve(1)
+    short = {"success": False, "message": "Failed: after 0.1 s: CUDA out of memory. Tried to allocate 2.00 GiB"}
+    bench.server.once["/update_weights_from_distributed"] = [(400, short)]
+    bench.request(2)
+    await bench.driver.event(EngineDrained, epoch=2)
+    bench.start(2, fresh=False)
+    told = await bench.driver.event(EngineFailed, epoch=2)
+    assert told.phase == "receive"
+    assert "CUDA out of memory" in told.reason
+    bench.driver.publish(failed(2))
+    await bench.driver.mode("uncertain")
+    await bench.serve(3, "g3")

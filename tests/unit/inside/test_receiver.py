@@ -162,11 +162,78 @@ def test_shared_memory_is_opened_once_and_copied_into_the_slices(size: int) -> N
     assert holds(manager.model, 3)
 
 
+def test_memory_is_opened_in_a_step_of_its_own_which_changes_nothing_and_may_come_while_requests_run() -> None:
+    manager = Manager(Model())
+    manager.tell(do="prepare", counts=[2, 4])
+    place = shared(1)
+    manager.idle = False
+    assert list(manager.tell(do="open", places=[place])["phases"]) == ["open"]
+    assert not holds(manager.model, 1)
+    receiver = manager.tp_worker.model_runner.sluice_receiver
+    memory, views = receiver._memory, receiver._views
+    manager.idle = True
+    manager.tell(do="copy", timeout=9.0, places=[place])
+    assert receiver._memory is memory
+    assert receiver._views is views
+    assert holds(manager.model, 1)
+
+
+def test_memory_of_a_model_that_goes_through_its_loader_is_opened_without_loading_it() -> None:
+    manager = Manager(Model(quirk=quantised))
+    manager.tell(do="prepare", counts=[6])
+    loads = manager.model.loads
+    manager.tell(do="open", places=[shared(1)])
+    assert manager.model.loads == loads
+    manager.tell(do="copy", timeout=9.0, places=[shared(1)])
+    assert manager.model.loads == loads + len(SPECS)
+
+
+EXHAUSTED = "CUDA out of memory. Tried to allocate 2.00 GiB"
+
+
+def exhausted(*_: Any, **__: Any) -> Any:
+    raise torch.OutOfMemoryError(EXHAUSTED)
+
+
+def test_no_memory_for_what_is_staged_of_a_broadcast_is_an_answer_and_the_next_one_is_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    manager = Manager(Model(0, 2), Group(weights(1)))
+    manager.tell(do="prepare", counts=[2, 4])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", exhausted)
+        said = manager.tell(do="broadcast", timeout=9.0)
+    assert said.startswith("Failed: after")
+    assert EXHAUSTED in said
+    assert manager.flushes == 0
+    manager.tp_worker.model_runner._model_update_group["g"] = Group(weights(2))
+    manager.tell(do="broadcast", timeout=9.0)
+    assert holds(manager.model, 2)
+
+
+@pytest.mark.parametrize("where", ["_mapped", "_copied"])
+def test_no_memory_in_a_copy_is_an_answer_and_the_next_one_is_whole(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from actors.engine.inside import receiver
+
+    manager = Manager(Model())
+    manager.tell(do="prepare", counts=[6])
+    place = shared(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(receiver, where, exhausted)
+        assert EXHAUSTED in manager.tell(do="copy", timeout=9.0, places=[place])
+    assert manager.flushes == 0
+    manager.tell(do="copy", timeout=9.0, places=[place])
+    assert holds(manager.model, 1)
+
+
 @pytest.mark.parametrize("name", ["../x", "sluice-bucket-" + 32 * "0"])
 def test_only_shared_buffers_of_this_user_are_opened(name: str) -> None:
     manager = Manager(Model())
     manager.tell(do="prepare", counts=[6])
-    assert "Failed" in manager.tell(do="copy", timeout=9.0, places=[{"type": "host", "name": name}])
+    for do in ("open", "copy"):
+        assert "Failed" in manager.tell(do=do, timeout=9.0, places=[{"type": "host", "name": name}])
 
 
 def test_a_transfer_that_breaks_off_is_told_and_the_next_one_is_whole() -> None:
@@ -193,6 +260,7 @@ def test_weights_do_not_change_under_requests() -> None:
     [
         ({"do": "broadcast", "timeout": 1.0}, "nothing is prepared"),
         ({"do": "copy", "timeout": 1.0, "places": [{}]}, "nothing is prepared"),
+        ({"do": "open", "places": [{}]}, "nothing is prepared"),
         ({"do": "prepare", "counts": [1]}, "6 tensors are not 1"),
         ({"do": "dance"}, "KeyError"),
     ],

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.refit.transports.staging import LARGE, LEAST, MIB, SMALL, NoRoom, Staging, choose, of
+from actors.refit.transports.staging import LARGE, LEAST, MIB, ON_CPU, SMALL, NoRoom, Staging, choose, of
+from actors.refit.transports.tensors import Sizer
 from config import loading
 
 SIZES = [100 * MIB] * 40
@@ -88,3 +90,36 @@ def test_an_automatic_bucket_always_fits_or_is_refused(free: int, sizes: list[in
         assert LEAST <= chosen.size <= LARGE
         assert staging.needs(chosen.size, sizes) <= free
         assert bool(chosen.note) == (chosen.size < min(LARGE, max(SMALL, free // 8)))
+
+
+SHORT = "engine-0 failed in receive: Failed to update parameter online: CUDA out of memory. Tried to allocate 1 GiB"
+TENSORS = {"w": torch.zeros(4)}
+
+
+def test_an_engine_without_memory_halves_an_automatic_bucket_down_to_the_least_and_the_note_says_so_once():
+    sizer = Sizer(None, Staging())
+    sizes = []
+    for _ in range(6):
+        chosen = sizer.choose(TENSORS)
+        sizes.append(chosen.size)
+        assert sizer.choose(TENSORS).note == ""
+        sizer.forget(SHORT)
+        sizer.forget(SHORT)  # told by the failed transfer and by the failed epoch: one failure
+    assert sizes == [ON_CPU, ON_CPU // 2, ON_CPU // 4, ON_CPU // 8, LEAST, LEAST]
+    sizer = Sizer(None, Staging())
+    sizer.choose(TENSORS)
+    sizer.forget(SHORT)
+    assert sizer.choose(TENSORS).note == "buckets of at most 128 MiB: with 256 MiB somebody ran out of memory"
+
+
+@pytest.mark.parametrize(("setting", "reason"), [(None, "epoch 3 was abandoned"), (7 * MIB, SHORT)])
+def test_other_failures_and_a_bucket_that_is_set_leave_its_size_alone(setting: int | None, reason: str):
+    sizer = Sizer(setting, Staging())
+    before = sizer.choose(TENSORS)
+    sizer.forget(reason)
+    assert sizer.choose(TENSORS) == before
+
+
+def test_what_was_too_large_for_an_engine_bounds_the_choice_by_free_memory_too():
+    assert choose(None, 100 * 1024 * MIB, SIZES, BOTH, LARGE // 2).size == LARGE // 2
+    assert choose(None, 100 * 1024 * MIB, SIZES, BOTH, LEAST).note == ""

@@ -486,7 +486,7 @@ def test_a_broken_or_failed_transfer_is_reported_and_abandoned():
         epoch=1, phase="join", error="TimeoutError", reason="engine-1 never came"
     )
     failed = events.RefitFailed(epoch=1, version=0, phase="join", reason="x")
-    assert driver.feed(delivered(failed)) == [trainer.Abandon(1)]
+    assert driver.feed(delivered(failed)) == [trainer.Abandon(1, failed.reason)]
 
 
 def test_intake_never_exceeds_the_queue():
