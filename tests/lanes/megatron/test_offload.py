@@ -49,9 +49,14 @@ def state(policy: RankedPolicy) -> dict[str, torch.Tensor]:
     return found
 
 
+def all_buffers(policy: RankedPolicy) -> list[Any]:
+    """Megatron's, of parameters and gradients."""
+    chunks = policy._part._built.chunks
+    return [buffer for chunk in chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+
+
 def check_what_is_away(policy: RankedPolicy, mode: Mode, dtype: str) -> None:
-    part = policy._part
-    buffers = [buffer for chunk in part._built.chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
+    part, buffers = policy._part, all_buffers(policy)
     apart = [tensor for name, tensor in state(policy).items() if "exp" in name or dtype == "bfloat16"]
     aside = [tensor for tensor in apart if tensor.ndim]
     assert aside
@@ -65,14 +70,12 @@ def check_views(policy: RankedPolicy) -> None:
     """Parameters and their gradients are still views of megatron's buffers, once they are back."""
     part = policy._part
     with part._offloading.everything_here():
-        for chunk in part._built.chunks:
-            buffers = [*chunk.buffers, *chunk.expert_parallel_buffers]
-            values = {buffer.param_data.untyped_storage()._cdata for buffer in buffers}
-            gradients = {buffer.grad_data.untyped_storage()._cdata for buffer in buffers}
-            for parameter in chunk.parameters():
-                assert parameter.untyped_storage()._cdata in values
-                assert parameter.main_grad.untyped_storage()._cdata in gradients
-                assert policy._part._config.offload == "none" or not parameter.main_grad.any()
+        values = {buffer.param_data.untyped_storage()._cdata for buffer in all_buffers(policy)}
+        gradients = {buffer.grad_data.untyped_storage()._cdata for buffer in all_buffers(policy)}
+        for parameter in part._parameters():
+            assert parameter.untyped_storage()._cdata in values
+            assert parameter.main_grad.untyped_storage()._cdata in gradients
+            assert part._config.offload == "none" or not parameter.main_grad.any()
 
 
 def course(
@@ -117,6 +120,9 @@ def test_steps_exports_and_checkpoints_are_those_of_a_policy_that_stays(
         path = tmp_path / f"v{number:010d}-step00000002"
         with stand.megatron(dtype=dtype, offload=mode) as policy:
             courses.append(course(policy, mode, dtype, stand.samples, path, saved[-1] if saved else None))
+            kept = [tensor for buffer in all_buffers(policy) for tensor in (buffer.param_data, buffer.grad_data)]
+            kept += [*policy._part._reference, *(tensor for tensor in state(policy).values() if tensor.ndim)]
+        assert held(kept) == 0, "modules of megatron's outlive a closed policy, with no memory"
         saved.append(path)
     assert not same(courses[0].weights[1], courses[0].weights[2])
     for one, other in pairwise(courses):
