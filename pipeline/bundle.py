@@ -33,7 +33,8 @@ from contracts.events import ActorBooted, TaskIssued
 from pipeline import eventlog, rundir
 from pipeline.errors import Exit, PipelineError
 from pipeline.replay import journals
-from pipeline.replay.recorded import Log, Track, eras_of
+from pipeline.replay.recorded import Log, eras_of
+from pipeline.replay.tracks import Track
 from pipeline.rundir import BUNDLE, RunDir, config_of
 from pipeline.runtime.journal import Journal, Record, fingerprint
 from pipeline.secrets import Scrubber

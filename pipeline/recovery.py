@@ -173,7 +173,6 @@ class Recovery:
     def _cut(self, wanted: Plan) -> None:
         """Take out of the archive what lies behind the cut: its numbers will be used again."""
         seqs = {f"journal:{actor}": seq for actor, (seq, _) in wanted.states.items()}
-        seqs |= {f"snapshot:{actor}": seq for actor, (seq, _) in wanted.states.items()}
         archive.cut(self._directory.events, dict.fromkeys(STREAMS, wanted.cut))
         archive.cut(self._directory / "payloads", {PAYLOADS: wanted.cut})
         archive.cut(self._directory / "journals", seqs)

@@ -5,6 +5,7 @@
     events/         archived streams (zstd)                    checkpoints/   policy and optimizer
     journals/       archived journals of the actors            logs/          one JSON-lines file an actor
     payloads/       archived trajectories                      report.html    written at the end
+    replay.index    what earlier looks found out
 
 The driver holds a lock on the file `lock` as long as it lives; the lock goes with the process, however that ends.
 """

@@ -11,6 +11,7 @@ import fcntl
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -217,9 +218,31 @@ def frames(
     index = read_index(folder)
     for segment in index.segments:
         if _wanted(segment, streams, behind or {}):
-            yield from (_picked(records, streams) for records in _closed(folder, segment))
+            yield from (_picked(records, streams) for records, _ in _closed(folder, segment))
     for path in _unlisted(folder, index):
         yield from (_picked(records, streams) for records, _ in _frames(path, None))
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One file of an archive. `bytes` of it count; None: it is being written, or was when its writer died."""
+
+    path: Path
+    bytes: int | None
+    frames: Callable[[], Iterator[tuple[list[Entry], int]]]
+    """Its frames, each with the place where it ends. Raises `ArchiveError` if the file is closed and damaged."""
+
+
+def parts(folder: Path) -> list[Part]:
+    """The files of an archive in the order in which they were written. Raises `ArchiveError` as `read` does."""
+    index = read_index(folder)
+    closed = [Part(folder / each.file, each.bytes, partial(_closed, folder, each)) for each in index.segments]
+    return closed + [Part(path, None, partial(_frames, path, None)) for path in _unlisted(folder, index)]
+
+
+def between(path: Path, start: int, end: int) -> Iterator[Entry]:
+    """The records of the frames from byte `start` to byte `end` of a file, which begin and end there."""
+    for records, _ in _frames(path, end, start):
+        yield from records
 
 
 def batches(frames: Iterable[list[Entry]], size: int) -> Iterator[list[Entry]]:
@@ -242,11 +265,11 @@ def salvage(folder: Path, damage: Callable[[str], None]) -> Iterator[Entry]:
     except ArchiveError as error:
         damage(str(error))
         index = Index()
-    parts = [_closed(folder, segment) for segment in index.segments]
-    parts += [(records for records, _ in _frames(path, None)) for path in _unlisted(folder, index)]
-    for part in parts:
+    files = [_closed(folder, segment) for segment in index.segments]
+    files += [_frames(path, None) for path in _unlisted(folder, index)]
+    for file in files:
         try:
-            yield from chain.from_iterable(part)
+            yield from chain.from_iterable(records for records, _ in file)
         except (ArchiveError, msgspec.DecodeError, OSError) as error:
             damage(str(error))
 
@@ -286,7 +309,7 @@ def cut(folder: Path, upto: Mapping[str, int]) -> int:
         if all(number(span.last) <= upto.get(stream, number(span.last)) for stream, span in segment.streams.items()):
             segments.append(segment)
             continue
-        records = chain.from_iterable(_closed(folder, segment))
+        records = chain.from_iterable(records for records, _ in _closed(folder, segment))
         kept = [r for r in records if number(r.entry) <= upto.get(r.stream, number(r.entry))]
         removed += segment.records - len(kept)
         void.append(segment.file)
@@ -311,14 +334,14 @@ def _frame(records: list[Entry]) -> bytes:
     return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True).compress(_frame_encoder.encode(records))
 
 
-def _closed(folder: Path, segment: Segment) -> Iterator[list[Entry]]:
+def _closed(folder: Path, segment: Segment) -> Iterator[tuple[list[Entry], int]]:
     path, found = folder / segment.file, 0
     if not path.exists():
         raise ArchiveError(f"{path} is missing: index.json lists {segment.records} records in it; {REMEDY}")
     try:
-        for records, _ in _frames(path, segment.bytes):
+        for records, end in _frames(path, segment.bytes):
             found += len(records)
-            yield records
+            yield records, end
     except (msgspec.DecodeError, OSError) as error:
         raise ArchiveError(f"{path} is damaged: {error}; {REMEDY}") from error
     if found != segment.records:
@@ -335,12 +358,16 @@ def _unlisted(folder: Path, index: Index) -> list[Path]:
     return [path for path in found if path.name not in known]
 
 
-def _frames(path: Path, size: int | None) -> Iterator[tuple[list[Entry], int]]:
-    """The records of each whole frame within the first `size` bytes, and where it ends. Stops at the first torn one."""
+def _frames(path: Path, size: int | None, start: int = 0) -> Iterator[tuple[list[Entry], int]]:
+    """The records of each whole frame from `start` on within the first `size` bytes, and where it ends.
+
+    Stops at the first torn one.
+    """
     context = zstandard.ZstdDecompressor()
     with path.open("rb") as file:
-        end, parts, frame = 0, [], context.decompressobj()
-        left = os.fstat(file.fileno()).st_size if size is None else size
+        file.seek(start)
+        end, parts, frame = start, [], context.decompressobj()
+        left = (os.fstat(file.fileno()).st_size if size is None else size) - start
         while left and (chunk := file.read(min(CHUNK, left))):
             left -= len(chunk)
             while chunk:

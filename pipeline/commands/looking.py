@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +129,7 @@ def replay(run: str | None, **how: Any) -> None:
     """Fold a run once more through its real cores, from the archived journals; no GPU work is done again."""
     from pipeline.replay import command
 
-    code, lines = command.run(recorded(run), command.Request(**how))
+    code, lines = command.run(recorded(run), command.Request(**how), partial(click.echo, err=True))
     for line in lines:
         click.echo(line)
     raise click.exceptions.Exit(code)

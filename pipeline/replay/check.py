@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -13,10 +14,16 @@ from contracts.core import Booted, Emit
 from contracts.envelope import Envelope
 from contracts.events import ActorBooted, kind
 from pipeline import rundir
-from pipeline.replay.recorded import Recorded, Track, describe
+from pipeline.replay.recorded import Recorded, Whole
+from pipeline.replay.tracks import describe
 from pipeline.runtime.journal import Record, fingerprint
 
 NOTHING = fingerprint(())
+NOWHERE = 2**62
+"""Behind all places of a log."""
+
+Next = Callable[[int], int]
+"""Where the log goes on after a step."""
 
 
 class Divergence(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,24 +54,28 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 def check(recorded: Recorded) -> Verdict:
     """Run every core over its journalled inputs and compare what comes out with journal and log."""
-    found: list[Divergence] = []
     absent: set[str] = set()
-    steps = 0
+    done: list[Stretch] = []
     with without_collector():
         for track in recorded.tracks.values():
-            divergence, count = _check(track, absent)
-            steps += count
-            if divergence is not None:
-                found.append(divergence)
-    found.sort(key=lambda each: (each.position, each.now, each.actor))
-    events = len(recorded.log.events)
+            last = max(track.emitted, default=0)
+            done.append(Stretch(0, track.core.initial()))
+            go_on(done[-1], track, len(track.records), last, absent, partial(_next_position, track))
+    found = [stretch.found for stretch in done if stretch.found is not None]
+    return judged(recorded.code, [stretch.seq for stretch in done], len(recorded.log.events), found, absent)
+
+
+def judged(
+    code: str | None, steps: Sequence[int], events: int, found: Iterable[Divergence], absent: Iterable[str]
+) -> Verdict:
+    """The verdict on a run that was started with this `code`, of whose actors so many steps were checked."""
     return Verdict(
-        actors=len(recorded.tracks),
-        steps=steps,
+        actors=len(steps),
+        steps=sum(steps),
         events=events,
-        divergences=tuple(found),
+        divergences=tuple(sorted(found, key=lambda each: (each.position, each.now, each.actor))),
         absent=tuple(sorted(absent)),
-        other_code=recorded.code is not None and recorded.code != rundir.code(),
+        other_code=code is not None and code != rundir.code(),
     )
 
 
@@ -80,36 +91,51 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-def _check(track: Track, absent: set[str]) -> tuple[Divergence | None, int]:
-    core_of, state, decode, emitted = track.core_of, track.core.initial(), track.input, track.emitted
-    last_logged = max(emitted, default=0)
-    count = 0
-    for record in track.records:
+class Stretch(msgspec.Struct):
+    """How far the check of one actor has come: after step `seq`, in `state`; `found` is what ended it."""
+
+    seq: int
+    state: Any
+    found: Divergence | None = None
+
+
+def go_on(stretch: Stretch, track: Whole, upto: int, last_logged: int, absent: set[str], after: Next) -> None:
+    """Check the steps of a track up to number `upto`, whose events its log holds.
+
+    `last_logged`: the last step that left an event. `after`: where the log goes on after a step that left none.
+    """
+    core_of, state, decode, emitted = track.core_of, stretch.state, track.input, track.emitted
+    why = None
+    for record in track.records[stretch.seq : upto]:
         input = decode(record)
         try:
             state, commands = core_of(record.seq).step(state, input, record.now)
         except Exception as error:
-            return _differs(track, record, input, (), f"it raises {type(error).__name__}: {error}"), count
-        count += 1
+            why = f"it raises {type(error).__name__}: {error}"
+            stretch.found, stretch.seq = _differs(track, record, input, (), why, after), record.seq - 1
+            return
         if commands:
             if fingerprint(commands) != record.commands and not _as_written(track, record, input, commands, absent):
-                return _differs(track, record, input, commands, "it answers other commands"), count
-            if record.seq <= last_logged and not _logged(track, record, input, commands):
-                return _differs(track, record, input, commands, "the log holds other events than it emits"), count
+                why = "it answers other commands"
+            elif record.seq <= last_logged and not _logged(track, record, input, commands):
+                why = "the log holds other events than it emits"
         elif record.commands != NOTHING:
-            return _differs(track, record, input, commands, "it answers nothing"), count
+            why = "it answers nothing"
         elif record.seq in emitted and not isinstance(input, Booted):
-            return _differs(track, record, input, commands, "the log holds events that it does not emit"), count
-    return None, count
+            why = "the log holds events that it does not emit"
+        if why is not None:
+            stretch.found, stretch.seq = _differs(track, record, input, commands, why, after), record.seq
+            return
+    stretch.seq, stretch.state = max(stretch.seq, min(upto, len(track.records))), state
 
 
-def _logged(track: Track, record: Record, input: Any, commands: Sequence[Any]) -> bool:
+def _logged(track: Whole, record: Record, input: Any, commands: Sequence[Any]) -> bool:
     """The log holds exactly the events that the step emits."""
     events = [command.event for command in commands if type(command) is Emit]
     return events == [envelope.body for _, envelope in _emitted(track, record, input)]
 
 
-def _emitted(track: Track, record: Record, input: Any) -> list[tuple[int, Envelope[Any]]]:
+def _emitted(track: Whole, record: Record, input: Any) -> list[tuple[int, Envelope[Any]]]:
     """What the log holds of a step, with its places, less what the runtime itself said."""
     logged = track.emitted.get(record.seq, [])
     if isinstance(input, Booted):
@@ -117,7 +143,7 @@ def _emitted(track: Track, record: Record, input: Any) -> list[tuple[int, Envelo
     return logged
 
 
-def _as_written(track: Track, record: Record, input: Any, commands: Sequence[Any], absent: set[str]) -> bool:
+def _as_written(track: Whole, record: Record, input: Any, commands: Sequence[Any], absent: set[str]) -> bool:
     """The commands are those recorded but for fields that an older version's events lack; `absent` collects these."""
     places = [place for place, _ in _emitted(track, record, input)]
     if sum(type(command) is Emit for command in commands) != len(places):
@@ -145,7 +171,7 @@ def _restricted(value: Any, model: Any, path: str, lacking: set[str]) -> Any:
     return value
 
 
-def _differs(track: Track, record: Record, input: Any, commands: Sequence[Any], why: str) -> Divergence:
+def _differs(track: Whole, record: Record, input: Any, commands: Sequence[Any], why: str, after: Next) -> Divergence:
     logged = track.emitted.get(record.seq, [])
     shown = [f"emit {kind(envelope.body)} {envelope.body}" for _, envelope in logged]
     if record.commands != NOTHING:
@@ -156,7 +182,7 @@ def _differs(track: Track, record: Record, input: Any, commands: Sequence[Any], 
     return Divergence(
         actor=track.name,
         seq=record.seq,
-        position=min((position for position, _ in logged), default=_next_position(track, record.seq)),
+        position=min((position for position, _ in logged), default=None) or after(record.seq),
         now=record.now,
         input=describe(input),
         recorded=tuple(shown) or ("nothing",),
@@ -165,10 +191,10 @@ def _differs(track: Track, record: Record, input: Any, commands: Sequence[Any], 
     )
 
 
-def _next_position(track: Track, seq: int) -> int:
+def _next_position(track: Whole, seq: int) -> int:
     """Where the log goes on after a step that left nothing in it."""
     after = [min(position for position, _ in track.emitted[later]) for later in track.emitted if later > seq]
-    return min(after, default=2**62)
+    return min(after, default=NOWHERE)
 
 
 def text(command: Any) -> str:

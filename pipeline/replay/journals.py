@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from actors.recorder import archive
-from actors.recorder.ordering import number
 from contracts.core import Booted, Core, Delivered, Entry, LeaseLost, Tick
 from pipeline.errors import Exit, PipelineError
 from pipeline.rundir import RunDir
 from pipeline.runtime.journal import Record
 
 JOURNAL = "journal:"
-SNAPSHOT = "snapshot:"
 
 _records = msgspec.msgpack.Decoder(Record)
 
@@ -55,14 +54,19 @@ def actors(run: RunDir) -> tuple[str, ...]:
     return tuple(sorted(name.removeprefix(JOURNAL) for name in names))
 
 
-def read(run: RunDir, streams: Collection[str] | None) -> Iterator[Entry]:
-    """Archived records of the journals. Raises `PipelineError` if they are damaged or missing."""
+def folder(run: RunDir) -> Path:
+    """Where the journals are. Raises `PipelineError` if they are missing."""
     if not (run / "journals").is_dir():
         raise PipelineError(
             f"{run.path} holds no journals, so nothing can be replayed: put its folder journals/ back", Exit.USAGE
         )
+    return run / "journals"
+
+
+def read(run: RunDir, streams: Collection[str] | None) -> Iterator[Entry]:
+    """Archived records of the journals. Raises `PipelineError` if they are damaged or missing."""
     try:
-        yield from archive.read(run / "journals", streams)
+        yield from archive.read(folder(run), streams)
     except archive.ArchiveError as error:
         raise PipelineError(str(error), Exit.FAILED) from error
 
@@ -79,37 +83,3 @@ def group(entries: Iterable[Entry]) -> dict[str, list[Record]]:
         if entry.stream.startswith(JOURNAL):
             found.setdefault(entry.stream.removeprefix(JOURNAL), []).append(_records.decode(entry.data))
     return found
-
-
-def latest(run: RunDir, cores: Mapping[str, Core[Any]]) -> dict[str, tuple[Any, float]]:
-    """Actor -> (its state at the end of the archive, when it took its last input), from the newest snapshot on."""
-    readers = {name: Reader(core) for name, core in cores.items()}
-    base: dict[str, tuple[int, Any]] = {name: (0, core.initial()) for name, core in cores.items()}
-    for entry in _last_snapshots(run, cores):
-        name = entry.stream.removeprefix(SNAPSHOT)
-        state = readers[name].state(entry.data)
-        if state is not None:
-            base[name] = (number(entry.entry), state)
-    heard: dict[str, float] = {}
-    behind = {JOURNAL + name: seq for name, (seq, _) in base.items()}
-    for entry in archive.read(run / "journals", set(behind), behind=behind):
-        name = entry.stream.removeprefix(JOURNAL)
-        seq, state = base[name]
-        if number(entry.entry) <= seq:
-            continue
-        record = _records.decode(entry.data)
-        base[name] = (record.seq, cores[name].step(state, readers[name].input(record), record.now)[0])
-        heard[name] = record.now
-    return {name: (state, heard.get(name, 0.0)) for name, (seq, state) in base.items() if seq}
-
-
-def _last_snapshots(run: RunDir, names: Collection[str]) -> list[Entry]:
-    """The newest snapshot of each actor."""
-    newest: dict[str, str] = {}
-    for segment in archive.read_index(run / "journals").segments:
-        for stream, span in segment.streams.items():
-            if stream.startswith(SNAPSHOT) and stream.removeprefix(SNAPSHOT) in names:
-                newest[stream] = span.last
-    behind = {stream: number(last) - 1 for stream, last in newest.items()}
-    found = {entry.stream: entry for entry in archive.read(run / "journals", set(newest), behind=behind)}
-    return list(found.values())

@@ -2,68 +2,61 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from itertools import islice
+from typing import Any
 
 from pipeline.replay import telling
 from pipeline.replay.check import Verdict
-from pipeline.replay.recorded import Place, Recorded, Track, describe
 from pipeline.replay.states import outline
 from pipeline.replay.telling import Telling, clock
+from pipeline.replay.tracks import Course, Place, Track, describe
 from pipeline.replay.whatif import WhatIf
-from pipeline.runtime.journal import Record
 
 
-def moment(recorded: Recorded, place: Place, actor: str | None) -> Iterator[str]:
+def moment(course: Course, place: Place, actor: str | None) -> Iterator[str]:
     """One actor's state at a place, or a line on each actor."""
-    envelope = recorded.log.by_position[place.position]
+    envelope = course.log.envelope(place.position)
+    assert envelope is not None
     yield f"at entry {place.position} ({envelope.id}), {clock(envelope.wall_ns / 1e9)}"
-    for track in _chosen(recorded, actor):
+    for track in course.chosen(actor):
         count = track.count_at(place)
         last = describe(track.input(track.records[count - 1])) if count else "nothing yet"
         yield f"{track.name}: {count} of {len(track.records)} inputs taken, the last one {last}"
-        if actor is not None:
-            yield from (f"  {line}" for line in outline(track.state_at(place)))
+    if actor is not None:
+        yield from (f"  {line}" for line in outline(course.states_at(place, actor)[actor][1]))
 
 
 def between(
-    recorded: Recorded, first: Place, second: Place, actor: str | None, tell: Telling = telling.WORDS
+    course: Course, first: Place, second: Place, actor: str | None, tell: Telling = telling.WORDS
 ) -> Iterator[str]:
     """How states differ between two places."""
-    for track in _chosen(recorded, actor):
-        counts = track.count_at(first), track.count_at(second)
-        yield from tell.change(track.name, counts, track.state_at(first), track.state_at(second))
+    one, two = course.states_at(first, actor), course.states_at(second, actor)
+    for name, (count, before) in one.items():
+        until, after = two[name]
+        yield from tell.change(name, (count, until), before, after)
 
 
-def steps(
-    recorded: Recorded, place: Place, actor: str | None, count: int, tell: Telling = telling.WORDS
-) -> Iterator[str]:
+def steps(course: Course, place: Place, actor: str | None, count: int, tell: Telling = telling.WORDS) -> Iterator[str]:
     """The next `count` steps after a place, of one actor or of all by time: input, commands, change of state."""
-    upcoming = []
-    for track in _chosen(recorded, actor):
-        start = track.count_at(place)
-        upcoming += [(record.now, track.name, track, start) for record in track.records[start : start + count]]
-    upcoming.sort(key=lambda item: item[:2])
-    taken: dict[str, int] = {}
-    for _, name, _, _ in upcoming[:count]:
-        taken[name] = taken.get(name, 0) + 1
-    shown = [
-        (record.now, lines)
-        for name, wanted in taken.items()
-        for record, lines in _steps(recorded.tracks[name], place, wanted, tell)
-    ]
+    upcoming, counts = [], {}
+    for track in course.chosen(actor):
+        start = counts[track.name] = track.count_at(place)
+        upcoming += [(record.now, track.name) for record in track.records[start : start + count]]
+    wanted = Counter(name for _, name in sorted(upcoming)[:count])
+    begun = course.states_after({name: counts[name] for name in wanted})
+    shown: list[tuple[float, list[str]]] = []
+    for name, (start, state) in begun.items():
+        shown += _steps(course.tracks[name], start, state, wanted[name], tell)
     for _, lines in sorted(shown, key=lambda item: item[0]):
         yield from lines
 
 
-def _steps(track: Track, place: Place, count: int, tell: Telling) -> Iterator[tuple[Record, list[str]]]:
-    start = track.count_at(place)
-    before = track.state_at(place)
-    for record, input, state, commands in track.steps(start, before):
-        yield record, list(tell.step(track.name, record, input, commands, before, state))
+def _steps(track: Track, start: int, before: Any, count: int, tell: Telling) -> Iterator[tuple[float, list[str]]]:
+    for record, input, state, commands in islice(track.steps(start, before), count):
+        yield record.now, list(tell.step(track.name, record, input, commands, before, state))
         before = state
-        count -= 1
-        if not count:
-            return
 
 
 def verdict(found: Verdict) -> Iterator[str]:
@@ -92,7 +85,3 @@ def other_course(found: WhatIf) -> Iterator[str]:
         yield from (f"    instead    {line}" for line in change.new)
     if found.unheard:
         yield f"  {found.unheard} inputs left out: their events follow from what is no longer done"
-
-
-def _chosen(recorded: Recorded, actor: str | None) -> list[Track]:
-    return list(recorded.tracks.values()) if actor is None else [recorded.tracks[actor]]

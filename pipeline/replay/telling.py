@@ -10,8 +10,8 @@ import msgspec
 
 from contracts.core import Delivered, Emit
 from contracts.events import kind
-from pipeline.replay.recorded import describe
 from pipeline.replay.states import changes, command, differences, plain
+from pipeline.replay.tracks import describe
 from pipeline.runtime.journal import Record
 
 

@@ -10,8 +10,9 @@ import msgspec
 
 from contracts.core import Delivered, Emit, Tick
 from pipeline.errors import Exit, PipelineError
-from pipeline.replay.recorded import Log, Recorded, Track, describe
+from pipeline.replay.recorded import Log, Recorded, Whole
 from pipeline.replay.states import command as say
+from pipeline.replay.tracks import describe
 from pipeline.runtime.journal import Record, fingerprint
 
 AFTER_S = 3600.0
@@ -54,7 +55,7 @@ def what_if(recorded: Recorded, event: str, delay_s: float | None) -> list[WhatI
     return found
 
 
-def _without(track: Track, log: Log, event: str, delay_s: float | None) -> WhatIf | None:
+def _without(track: Whole, log: Log, event: str, delay_s: float | None) -> WhatIf | None:
     inputs = [(record, track.input(record)) for record in track.records]
     where = [n for n, (_, input) in enumerate(inputs) if isinstance(input, Delivered) and input.envelope.id == event]
     if not where:
@@ -65,7 +66,7 @@ def _without(track: Track, log: Log, event: str, delay_s: float | None) -> WhatI
 class _Branch:
     """The other course of one core."""
 
-    def __init__(self, track: Track, log: Log) -> None:
+    def __init__(self, track: Whole, log: Log) -> None:
         self._track = track
         self._log = log
         self._gone: set[str] = set()

@@ -182,14 +182,16 @@ def end_of(run: RunDir, model: Model) -> float:
 
 def look_into(run: RunDir, config: RunConfig) -> Evidence:
     """The states of an archived run's actors; nothing if its journals can't be folded by this version."""
-    from pipeline.cores import core_of
-    from pipeline.replay import journals
+    from pipeline.replay.index import Index
+    from pipeline.replay.sought import last_states
 
-    cores = {n: core_of(config, n) for n in registry.names(config) if registry.kind_of(n) in LOOKED_INTO}
+    index = Index(run)
+    names = [name for name in registry.names(config) if registry.kind_of(name) in LOOKED_INTO]
     try:
-        found = journals.latest(run, cores)
+        found = last_states(run, config, index, names)
     except (PipelineError, msgspec.DecodeError):
         return Evidence()
+    index.save()
     return Evidence(
         states={name: state for name, (state, _) in found.items()}, heard={name: at for name, (_, at) in found.items()}
     )

@@ -16,12 +16,12 @@ from contracts.core import Delivered, Emit, Entry
 from contracts.envelope import decode
 from contracts.events import EngineDrained, EngineLoaded, RefitCommitted, RefitRequested, TransferStarted
 from pipeline import cli, moments
-from pipeline.cores import core_of
 from pipeline.errors import PipelineError
-from pipeline.replay import journals, show
+from pipeline.replay import show
 from pipeline.replay.check import check
-from pipeline.replay.recorded import Log, Place, Recorded
+from pipeline.replay.recorded import Log, Recorded
 from pipeline.replay.states import differences, outline, plain
+from pipeline.replay.tracks import Place
 from pipeline.replay.whatif import what_if
 from pipeline.rundir import Era, RunDir
 from pipeline.runtime.journal import fingerprint
@@ -89,23 +89,6 @@ def test_the_same_moment_can_be_named_in_every_form(recorded: Recorded):
 def test_a_moment_outside_the_run_is_refused(recorded: Recorded, moment: moments.Moment, said: str):
     with pytest.raises(PipelineError, match=said):
         recorded.log.place(moment)
-
-
-def test_snapshots_shorten_the_way_to_the_end_and_lead_to_the_same_state(run: RunDir, scene: Scene, monkeypatch: Any):
-    cores = {name: core_of(BASE, name) for name in scene.world.actors}
-    whole = journals.latest(run, cores)
-    name = "buffer"
-    state, seq = cores[name].initial(), 0
-    decoder = journals.Reader(cores[name])
-    for record in journals.grouped(run, {name})[name][:30]:
-        state, seq = cores[name].step(state, decoder.input(record), record.now)[0], record.seq
-    snapshot = journals.Entry(f"snapshot:{name}", f"{seq}-0", msgspec.msgpack.encode(state, enc_hook=repr))
-    monkeypatch.setattr(journals, "_last_snapshots", lambda run, names: [snapshot])
-    steps: list[int] = []
-    step = cores[name].step
-    cores[name].step = lambda *args: (steps.append(1), step(*args))[1]  # type: ignore[method-assign]
-    assert journals.latest(run, cores)[name][0] == whole[name][0] == scene[name].state
-    assert len(steps) == len(scene.world.store.journals[name]) - 30
 
 
 # --- check ---
