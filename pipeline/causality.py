@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
-
-import msgspec
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from operator import attrgetter
+from typing import Any, Generic, TypeVar
 
 from contracts import events as ev
 from contracts.envelope import Envelope
 
+K = TypeVar("K")
+V = TypeVar("V")
 Key = tuple[Any, ...]
 """The kind of an event and what names it among others of its kind, e.g. `("engine.drained", 17, "engine-3")`."""
 
@@ -68,25 +70,19 @@ FOLLOWS: dict[type, tuple[type, ...]] = {
     ev.ReleaseFinished: (ev.ReleaseRequested, ev.EngineReleased),
 }
 """What an event of an epoch follows from within it."""
+EPOCHAL = frozenset(chain.from_iterable(FOLLOWS.values()))
+"""Kinds that others of their epoch follow from."""
 
 
-class Node(msgspec.Struct, frozen=True):
-    """One event of a run: its place, and the keys that it follows from."""
-
-    key: Key
-    position: int
-    envelope: Envelope[Any]
-    parents: tuple[Key, ...]
-
-    @property
-    def at(self) -> float:
-        return self.envelope.wall_ns / 1e9
+_fields = {of: tuple(map(attrgetter, names)) for of, names in NAMED_BY.items()}
+_tags: dict[type, Any] = {of: of.__struct_config__.tag for of in NAMED_BY}
 
 
 def key_of(body: Any) -> Key | None:
     """None for kinds that depend on timing alone."""
-    names = NAMED_BY.get(type(body))
-    return None if names is None else (body.__struct_config__.tag, *(getattr(body, name) for name in names))
+    of = type(body)
+    fields = _fields.get(of)
+    return None if fields is None else (_tags[of], *[field(body) for field in fields])
 
 
 def spoken(key: Key) -> str:
@@ -95,58 +91,88 @@ def spoken(key: Key) -> str:
     return f"{kind}({', '.join(map(str, names))})" if names else str(kind)
 
 
-def graph(log: Iterable[tuple[int, Envelope[Any]]]) -> dict[Key, Node]:
-    """The events of a run by key, in log order; of several with one key the first counts."""
-    nodes: dict[Key, Node] = {}
-    keys: dict[str, Key] = {}
-    epochs: dict[tuple[type, int], list[Key]] = {}
-    started: Key | None = None
-    for position, envelope in log:
+class Order:
+    """The events of one run, read in log order: what each is, and what it follows from.
+
+    `has`: whether the run has had the event of that key, so far. Of causes, and of epochs, the newest are remembered:
+    twice `kept` at most. What follows from one long before those follows from it no more.
+    """
+
+    def __init__(self, has: Callable[[Key], bool], kept: int) -> None:
+        self._has = has
+        self._keys = Recent[str, Key](kept)
+        self._epochs = Recent[tuple[type, int], list[Key]](kept)
+        self._started: Key | None = None
+
+    def read(self, envelope: Envelope[Any]) -> Key | None:
+        """What the next event is; None for kinds that depend on timing alone: what they cause follows from theirs."""
         key = key_of(envelope.body)
-        if key is None:
-            cause = keys.get(envelope.causation_id or "")
-            if cause is not None:
-                keys[envelope.id] = cause
-            continue
-        keys[envelope.id] = key
-        if key in nodes:
-            continue
-        parents = dict.fromkeys(_parents(envelope, keys, nodes, epochs))
-        if not parents and started is not None:
-            parents = {started: None}
-        nodes[key] = Node(key, position, envelope, tuple(parents))
-        if isinstance(envelope.body, ev.RunStarted):
-            started = key
-        epoch = getattr(envelope.body, "epoch", None)
-        if epoch is not None:
-            epochs.setdefault((type(envelope.body), epoch), []).append(key)
-    return nodes
+        found = key or self._keys.get(envelope.causation_id or "")
+        if found is not None:
+            self._keys.put(envelope.id, found)
+        return key
+
+    def parents(self, envelope: Envelope[Any], key: Key) -> tuple[Key, ...]:
+        """What an event follows from; asked once for the first of its key, right after it was read."""
+        found = dict.fromkeys(parent for parent in self._parents(envelope) if parent != key)
+        if not found and self._started is not None:
+            found = {self._started: None}
+        return tuple(found)
+
+    def add(self, body: Any, key: Key) -> None:
+        """From now on other events may follow from this one, the first of its key."""
+        if isinstance(body, ev.RunStarted):
+            self._started = key
+        elif type(body) in EPOCHAL:
+            place = (type(body), body.epoch)
+            self._epochs.put(place, [*(self._epochs.get(place) or ()), key])
+
+    def _parents(self, envelope: Envelope[Any]) -> Iterator[Key]:
+        """The event that the emitting step consumed, and what must have come before by the protocol."""
+        cause = self._keys.get(envelope.causation_id or "")
+        if cause is not None:
+            yield cause
+        body = envelope.body
+        yield from filter(self._has, _named(body))
+        for kind in FOLLOWS.get(type(body), ()):
+            yield from self._epochs.get((kind, getattr(body, "epoch", 0))) or ()
 
 
-def _parents(
-    envelope: Envelope[Any], keys: dict[str, Key], nodes: dict[Key, Node], epochs: dict[tuple[type, int], list[Key]]
-) -> Iterator[Key]:
-    """The event that the emitting step consumed, and what must have come before by the protocol."""
-    cause = keys.get(envelope.causation_id or "")
-    if cause is not None:
-        yield cause
-    body = envelope.body
-    named: Sequence[Key] = ()
+def _named(body: Any) -> Sequence[Key]:
+    """Events that one must come after, by their names."""
     match body:
         case ev.TrajectoryFinished() | ev.SampleFailed():
-            named = [("task.issued", body.index)]
+            return [("task.issued", body.index)]
         case ev.BatchReady():
-            named = [
+            return [
                 ("trajectory.finished", group.index, each.sample) for group in body.groups for each in group.samples
             ]
         case ev.StepFinished():
-            named = [("batch.ready", body.batch)]
+            return [("batch.ready", body.batch)]
         case ev.RefitRequested():
             before = [(kind, body.epoch - 1) for kind in ("refit.committed", "refit.failed", "release.finished")]
             members = [("engine.ready", member.actor, member.boot) for member in body.engines]
-            named = [("step.finished", body.version), ("policy.ready", body.version), *before, *members]
+            return [("step.finished", body.version), ("policy.ready", body.version), *before, *members]
         case ev.CheckpointSaved():
-            named = [("step.finished", body.version)]
-    yield from (key for key in named if key in nodes)
-    for kind in FOLLOWS.get(type(body), ()):
-        yield from epochs.get((kind, getattr(body, "epoch", 0)), ())
+            return [("step.finished", body.version)]
+    return ()
+
+
+class Recent(Generic[K, V]):
+    """A mapping that forgets: what was put or asked for last stays, `kept` entries at least, twice so many at most."""
+
+    def __init__(self, kept: int) -> None:
+        self._kept = kept
+        self._new: dict[K, V] = {}
+        self._old: dict[K, V] = {}
+
+    def get(self, key: K) -> V | None:
+        found = self._new.get(key)
+        if found is None and (found := self._old.get(key)) is not None:
+            self.put(key, found)
+        return found
+
+    def put(self, key: K, value: V) -> None:
+        self._new[key] = value
+        if len(self._new) >= self._kept:
+            self._old, self._new = self._new, {}

@@ -147,10 +147,12 @@ def diff(first: str, second: str, as_json: bool) -> None:
     import msgspec
 
     from pipeline import eventlog, parting
+    from pipeline.replay.states import changes
 
     runs = [recorded(name) for name in (first, second)]
-    one, two = (eventlog.numbered(run) for run in runs)
-    found = parting.compare(one, two, parting.end_of(runs[1]))
+    one, two = (partial(eventlog.numbered, run) for run in runs)
+    settings = list(changes(runs[0].info().config, runs[1].info().config))
+    found = parting.compare(one, two, parting.end_of(runs[1]), settings)
     if as_json:
         click.echo(msgspec.json.encode(found).decode())
     else:

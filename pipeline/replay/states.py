@@ -56,13 +56,16 @@ def changes(before: Any, after: Any, path: str = "") -> Iterator[dict[str, Any]]
 
 def differences(before: Any, after: Any) -> Iterator[str]:
     """`path: old -> new` for each leaf that differs between two plain states."""
-    for each in changes(before, after):
-        if "before" not in each:
-            yield f"{each['path']}: + {short(each['after'])}"
-        elif "after" not in each:
-            yield f"{each['path']}: - {short(each['before'])}"
-        else:
-            yield f"{each['path']}: {short(each['before'])} -> {short(each['after'])}"
+    return map(worded, changes(before, after))
+
+
+def worded(change: dict[str, Any]) -> str:
+    """One of `changes` in a line."""
+    if "before" not in change:
+        return f"{change['path']}: + {short(change['after'])}"
+    if "after" not in change:
+        return f"{change['path']}: - {short(change['before'])}"
+    return f"{change['path']}: {short(change['before'])} -> {short(change['after'])}"
 
 
 def short(value: Any, most: int = 160) -> str:
