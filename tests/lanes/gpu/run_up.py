@@ -42,6 +42,7 @@ from contracts.engine import EngineError
 from pipeline import machine
 from pipeline.eventlog import archived
 from pipeline.rundir import RunDir
+from tests.lanes.gpu.bench import children
 
 ROOT = Path(__file__).parents[3]
 MISMATCH = 1.05
@@ -59,7 +60,8 @@ LOG_BYTES = 200_000
 class Variant(msgspec.Struct, frozen=True):
     """`settings` of a run. `own`: it starts its server itself. `timed`: it runs alone. `rises`: the reward must.
 
-    `colocated`: trainer and engine share the last GPU, and weights go over ipc.
+    `colocated`: trainer and engine share the last GPU, and weights go over ipc. `killed`: its engine's scheduler gets
+    SIGKILL in the middle of the run, which has to end all the same.
     """
 
     name: str
@@ -70,6 +72,7 @@ class Variant(msgspec.Struct, frozen=True):
     timed: bool = False
     rises: bool = False
     colocated: bool = False
+    killed: bool = False
     settings: tuple[str, ...] = ()
 
 
@@ -103,6 +106,7 @@ VARIANTS = (
     ),
     Variant("ipc-megatron", 1, 40, 260.0, own=True, rises=True, colocated=True, settings=("trainer.backend=megatron",)),
     Variant("nccl", 2, 40, 260.0, own=True, rises=True),
+    Variant("nccl-killed", 2, 14, 300.0, own=True, killed=True),
     Variant("megatron", 2, 40, 150.0, rises=True, settings=("trainer.backend=megatron",)),
     Variant(
         "megatron-pp",
@@ -162,7 +166,7 @@ class Lane:
     def words(self, variant: Variant, url: str | None) -> list[str]:
         """Recipe and settings of a variant; with `url` it uses the server there."""
         recipe, *settings = self.common()
-        steps = 6 if self.args.dry else variant.steps
+        steps = variant.steps if variant.killed or not self.args.dry else 6
         chosen = [one for one in variant.settings if not (self.args.dry and "producer.args" in one)]
         if variant.colocated:
             chosen += ["refit.transport=ipc"]
@@ -174,7 +178,10 @@ class Lane:
         """One `pipeline up` and `pipeline verify`, judged."""
         run = self.work / variant.name
         limit = min(variant.limit_s, self.left_s)
-        with Sampler(self.last if variant.colocated else 0) as sampler:
+        with contextlib.ExitStack() as beside:
+            sampler = beside.enter_context(Sampler(self.last if variant.colocated else 0))
+            if variant.killed:
+                beside.enter_context(Killer(run))
             done = carried_out(self.words(variant, url), run, run.with_suffix(".log"), limit)
         said = judged(variant, rows(run), self.args.dry)
         if "engine.release=all" in variant.settings:
@@ -334,7 +341,7 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 def judged(variant: Variant, found: Sequence[dict[str, Any]], dry: bool) -> dict[str, Any]:
     """Figures of a run, and what is wrong with them."""
-    steps = 6 if dry else variant.steps
+    steps = variant.steps if variant.killed or not dry else 6
     failures = []
     if len(found) != steps or [row["step"] for row in found] != list(range(1, steps + 1)):
         failures.append(f"{len(found)} of {steps} steps")
@@ -354,13 +361,16 @@ def judged(variant: Variant, found: Sequence[dict[str, Any]], dry: bool) -> dict
         failures.append(f"mismatch {max(gaps, default=9.0):.4f} is not under {MISMATCH}")
     if len(refits) < steps // 2:
         failures.append(f"{len(refits)} refits were committed in {steps} steps")
-    for name in ("failed_refits", "quarantines", "restarts"):
+    for name in ("failed_refits", "quarantines", "restarts") if not variant.killed else ():
         if last[f"total/{name}"]:
             failures.append(f"{last[f'total/{name}']} {name}")
+    if variant.killed and not last["total/restarts"]:
+        failures.append("its engine was not started again")
     return {
         "failures": failures,
         "steps": len(found),
         "commits": last["total/refits"],
+        "restarts": last["total/restarts"],
         "reward_first": round(first_reward, 4),
         "reward_last": round(last_reward, 4),
         "mismatch_max": max(gaps, default=None),
@@ -374,6 +384,44 @@ def judged(variant: Variant, found: Sequence[dict[str, Any]], dry: bool) -> dict
         "transfer_ms": middle([1e3 * row["refit/transfer_s"] for row in refits.values()]),
         "drain_ms": middle([1e3 * row["refit/drain_s"] for row in refits.values()]),
     }
+
+
+class Killer(threading.Thread):
+    """Kills the first boot of a run's engine once the run has taken some steps."""
+
+    STEPS, LOOK_S = 4, 0.05
+
+    def __init__(self, run: Path) -> None:
+        super().__init__(daemon=True)
+        self._run_dir = run
+        self._over = threading.Event()
+
+    def __enter__(self) -> Killer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self.join()
+
+    def run(self) -> None:
+        while not self._over.wait(self.LOOK_S):
+            if len(rows(self._run_dir)) >= self.STEPS:
+                for pid in self._victims():
+                    os.kill(pid, signal.SIGKILL)
+                return
+
+    def _victims(self) -> list[int]:
+        """The schedulers of an SGLang server, which is known by its label; the whole of an embedded one."""
+        label = f"{RunDir.open(self._run_dir).info().run}-engine-0-1"
+        port_file = str(self._run_dir / "engine-0-1.port")
+        servers = []
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if any(word.encode() in entry.read_bytes() for word in (label, port_file)):
+                    servers.append(int(entry.parent.name))
+        below = {pid: line for server in servers for pid, line in children(server).items()}
+        return [pid for pid, line in below.items() if "sglang::schedul" in line] or servers
 
 
 class Sampler(threading.Thread):
