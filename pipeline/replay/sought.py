@@ -14,6 +14,7 @@ from config.schema import RunConfig
 from contracts.core import Entry
 from contracts.envelope import ContractError, Envelope, decode
 from pipeline.errors import Exit, PipelineError
+from pipeline.moments import Moment
 from pipeline.replay import journals
 from pipeline.replay.blocks import Blocks, Reached, heads, of_events, of_journals, step_of
 from pipeline.replay.index import Index, Known
@@ -60,16 +61,30 @@ def open_course(run: RunDir, config: RunConfig, index: Index, actor: str | None 
     return Sought(log, _tracks(run, config, index, found, wanted, log), events, found)
 
 
-def last_states(run: RunDir, config: RunConfig, index: Index, wanted: Collection[str]) -> dict[str, tuple[Any, float]]:
+def last_states(
+    run: RunDir, config: RunConfig, index: Index, wanted: Collection[str], position: int | None = None
+) -> dict[str, tuple[Any, float]]:
     """Actor -> (its state at the end of the journals, when it took its last input), of those that have any.
 
-    Raises `PipelineError` as `open_course` does.
+    `position`: at this place of the log instead. Raises `PipelineError` as `open_course` does.
     """
     found = _journals(run, index)
     names = [name for name in wanted if any(name in block.spans for block in found.blocks)]
-    tracks = _tracks(run, config, index, found, names, Log([]))
-    states = Course(Log([]), tracks, _bounds(found, names)).states_after({n: len(t.records) for n, t in tracks.items()})
-    return {name: (state, tracks[name].records[-1].now) for name, (_, state) in states.items()}
+    log: Events = Log([]) if position is None else _log_of(run, index)
+    tracks = _tracks(run, config, index, found, names, log)
+    counts = {name: len(track.records) for name, track in tracks.items()}
+    if position is not None:
+        place = log.place(Moment(position=position))
+        counts = {name: count for name, track in tracks.items() if (count := track.count_at(place))}
+    states = Course(log, tracks, _bounds(found, names)).states_after(counts)
+    return {name: (state, tracks[name].records[count - 1].now) for name, (count, state) in states.items()}
+
+
+def _log_of(run: RunDir, index: Index) -> Events:
+    events = Blocks(run.events, of_events, Page, index.content.events)
+    index.content.events = events.tables
+    log = Filed(events, run.info().written_by)
+    return log if log.in_order else Log.read(run)
 
 
 def _journals(run: RunDir, index: Index) -> Blocks[dict[str, list[bytes]]]:

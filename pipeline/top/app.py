@@ -16,17 +16,20 @@ from textual.css.query import NoMatches
 from textual.widgets import DataTable, Footer, Input, Label, Sparkline, Static, TabbedContent, TabPane, Tabs
 from textual.worker import get_current_worker
 
+from actors.recorder.ordering import number
 from config.schema import RunConfig
 from pipeline.errors import PipelineError
 from pipeline.top import tables
-from pipeline.top.board import Board
+from pipeline.top.board import RECENT, Board
 from pipeline.top.feed import Feed
+from pipeline.top.search import Search, holds
 from pipeline.top.tables import Row
 from pipeline.why import render
 from pipeline.why.diagnosis import NOTHING, diagnose
 from pipeline.why.result import Evidence
 
 REFRESH_S = 0.5
+PLACEHOLDER = f"text: filters the newest {RECENT} events; enter searches the whole log up to this moment"
 STRIDE = 50
 """Parts of a log that the arrow keys step over."""
 
@@ -74,6 +77,9 @@ class Top(App[None]):
         self._config = config
         self._board: Board | None = None
         """The earlier moment that is shown, None for the newest."""
+        self._evidence: Evidence | None = None
+        """What its actors were at, None until they were looked into."""
+        self._search: Search | None = None
         self._wanted: int | None = None
         self._drawn: dict[str, list[Row]] = {}
 
@@ -82,12 +88,13 @@ class Top(App[None]):
         with TabbedContent(initial="overview"):
             with TabPane("1 overview", id="overview"), VerticalScroll():
                 for name in ("actors", "engines", "streams", "buffer"):
-                    yield Label(name, classes="title")
+                    yield Label(name, id=f"{name}-title", classes="title", markup=False)
                     yield DataTable(id=name, cursor_type="none", zebra_stripes=True)
             with TabPane("2 plots", id="plots"):
                 yield VerticalScroll(id="charts")
             with TabPane("3 events", id="events-pane"):
-                yield Input(placeholder="text that the events hold", id="search")
+                yield Input(placeholder=PLACEHOLDER, id="search")
+                yield Label("", id="searched", markup=False)
                 with VerticalScroll():
                     yield DataTable(id="events", cursor_type="none", zebra_stripes=True)
             with TabPane("4 why", id="why-pane"), VerticalScroll():
@@ -114,11 +121,13 @@ class Top(App[None]):
         with self._feed.lock, contextlib.suppress(NoMatches):
             board = self._board or self._feed.history.board
             live = self._feed.live and self._board is None
-            now = time.time() if live else board.at
+            now = time.time() if live else board.at if self._board else max(board.at, self._feed.end)
             self._head(board, now, live=live)
-            self._tables(board, now, live=live)
+            evidence = self._feed.evidence if self._board is None else self._evidence
+            self._tables(board, now, evidence, live=live)
+            self._events(board)
             self._plots(board)
-            self._why(board, now, self._feed.evidence if live else NOTHING)
+            self._why(board, now, evidence or NOTHING)
             self._slider(board)
 
     def _head(self, board: Board, now: float, *, live: bool) -> None:
@@ -130,16 +139,29 @@ class Top(App[None]):
         text.right_crop(1)
         self.query_one("#head", Static).update(text)
 
-    def _tables(self, board: Board, now: float, *, live: bool) -> None:
+    def _tables(self, board: Board, now: float, evidence: Evidence | None, *, live: bool) -> None:
         self._fill("actors", tables.actors(self._config, board, now))
-        evidence = self._feed.evidence if live else NOTHING
         self._fill("engines", tables.engines(self._config, board, now, evidence))
-        self._fill("streams", tables.streams(board, now, self._feed.depths if live else None))
+        self._fill("streams", tables.streams(board, now, self._feed.depths if live else None, evidence))
         self._fill("buffer", tables.buffer(board, now))
+        for name, title in tables.titles(evidence, live=live).items():
+            self.query_one(f"#{name}-title", Label).update(title)
+
+    def _events(self, board: Board) -> None:
+        """The newest events that hold the text, and those that a search found before them."""
         wanted = self.query_one("#search", Input).value.lower()
-        listed = tables.events(board.recent, board.view.started_at or 0.0)
-        rows = (row for row in listed if wanted in " ".join(row).lower())
-        self._fill("events", rows)
+        search = self._search
+        if search is not None and (search.text != wanted or search.upto > board.position):
+            search = None
+        if search is not None and search.done and board.position > search.upto + RECENT // 2:
+            search.go_on(board.position)
+            self._look_through(search)
+        behind = 0 if search is None else search.seen
+        newest = [item for item in board.recent if number(item[0].entry) > behind]
+        listed = tables.events(newest, board.view.started_at or 0.0)
+        rows = [row for row in listed if holds(row, wanted)]
+        self._fill("events", [*rows, *(search.found if search else ())])
+        self.query_one("#searched", Label).update(search.line() if search else "")
 
     def _fill(self, name: str, rows: Iterable[Row]) -> None:
         """Cells hold text of the run, which is no markup."""
@@ -188,6 +210,31 @@ class Top(App[None]):
     def on_input_submitted(self, submitted: Input.Submitted) -> None:
         """The search stands; keys are commands again."""
         self.set_focus(None)
+        self._begin_search()
+
+    def _begin_search(self) -> None:
+        """Search the log up to the moment that is shown."""
+        with self._feed.lock:
+            board = self._board or self._feed.history.board
+            wanted = self.query_one("#search", Input).value.lower()
+            self._search = Search(wanted, board.position, board.view.started_at or 0.0) if wanted else None
+        if self._search is not None:
+            self._look_through(self._search)
+
+    @work(thread=True, exclusive=True, group="search")
+    def _look_through(self, search: Search) -> None:
+        """Another search, or one up to another moment, makes this one void."""
+        worker = get_current_worker()
+        try:
+            for batch in self._feed.batches(search.seen):
+                with self._feed.lock:
+                    search.take(batch)
+                if search.done or worker.is_cancelled:
+                    return
+            with self._feed.lock:
+                search.end()
+        except PipelineError as error:
+            self._feed.error = str(error)
 
     def action_tab(self, name: str) -> None:
         panes = {"events": "events-pane", "why": "why-pane"}
@@ -215,7 +262,7 @@ class Top(App[None]):
         self._wanted = None if there == end else there
         if self._wanted is None:
             self._board = None
-            self.draw()
+            self._moved()
         else:
             self._seek(self._wanted)
 
@@ -228,6 +275,20 @@ class Top(App[None]):
         except PipelineError as error:
             self._feed.error = str(error)
             return
-        if not worker.is_cancelled:
-            self._board = board
+
+        def wanted() -> bool:
+            return not worker.is_cancelled and self._wanted == position
+
+        if not wanted():
+            return
+        self._board, self._evidence = board, None
+        self.call_from_thread(self._moved)
+        evidence = self._feed.look(board.position, wanted)
+        if wanted():
+            self._evidence = evidence
             self.call_from_thread(self.draw)
+
+    def _moved(self) -> None:
+        if self._search is not None:
+            self._begin_search()
+        self.draw()

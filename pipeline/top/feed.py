@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
+from collections.abc import Callable, Iterator
 
 from actors.recorder import archive
 from actors.recorder.ordering import START
@@ -44,12 +45,15 @@ class Feed:
         self.live = False
         self.loaded = False
         """The archive has been read to its end."""
+        self.end = 0.0
+        """The last moment of which the archive tells, once it is read: no event may have come for long before it."""
         self.depths: dict[str, Depth] | None = None
-        self.evidence = Evidence()
-        """What gateways and collectors of a live run are at."""
+        self.evidence: Evidence | None = None
+        """What gateways and collectors are at, in the store or at the archive's end; None: not looked into yet."""
         self.error = ""
         self._last: dict[str, str] = {}
         self._stop = threading.Event()
+        self._looking = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="top-feed", daemon=True)
 
     def start(self) -> None:
@@ -69,6 +73,18 @@ class Feed:
         behind = dict.fromkeys(STREAMS, begin)
         return at(self.history, position, eventlog.batches(self._run, behind))
 
+    def look(self, position: int | None, wanted: Callable[[], bool] = lambda: True) -> Evidence | None:
+        """What gateways and collectors were at, at an archived moment or at the end; None if no longer `wanted`.
+
+        The first look into a long archive takes seconds, later ones find in `replay.index` what it found out.
+        """
+        with self._looking:
+            return load.look_into(self._run, self._config, position) if wanted() else None
+
+    def batches(self, behind: int) -> Iterator[Batch]:
+        """The archived events behind a place. Raises `PipelineError`."""
+        return eventlog.batches(self._run, dict.fromkeys(STREAMS, behind))
+
     # --- the thread ---
 
     def _work(self) -> None:
@@ -83,6 +99,16 @@ class Feed:
         finally:
             self.loaded = True
             self.live = False
+        if not self._stop.is_set():
+            self._look_back()
+
+    def _look_back(self) -> None:
+        """What the archive tells beside its events, now that nobody adds to it."""
+        try:
+            self.end = load.end_of(self._run, self.history.board.model)
+        except PipelineError as error:
+            self.error = str(error)
+        self.evidence = self.look(None)
 
     def _read(self) -> None:
         for batch in eventlog.batches(self._run):

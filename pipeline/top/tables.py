@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
 from actors import registry
+from actors.collector import core as collector
+from actors.gateway import state as gateway
 from config.schema import RunConfig
 from contracts.core import Entry
 from contracts.envelope import STREAMS, WORK_STREAMS, Envelope
@@ -15,6 +17,7 @@ from pipeline.bus.model import Depth
 from pipeline.oneline import summary
 from pipeline.progress import figures
 from pipeline.top.board import Board
+from pipeline.why.diagnosis import NOTHING
 from pipeline.why.look import FLOOR_S, Look, span
 from pipeline.why.result import Evidence
 
@@ -23,6 +26,7 @@ Row = tuple[str, ...]
 ACTORS = ("actor", "state", "boots", "last event", "waits for", "since", "why")
 ENGINES = ("engine", "state", "version", "in flight", "boot", "since", "reason")
 STREAMS_HEAD = ("stream", "events", "length", "unread", "in hand", "oldest")
+UNKNOWN = "?"
 EVENTS = ("entry", "time", "actor", "kind", "what")
 BUFFER = ("groups", "count", "oldest")
 
@@ -52,16 +56,30 @@ def actors(config: RunConfig, board: Board, now: float) -> list[Row]:
     return rows
 
 
-def engines(config: RunConfig, board: Board, now: float, evidence: Evidence) -> list[Row]:
+def titles(evidence: Evidence | None, *, live: bool) -> dict[str, str]:
+    """What stands above the tables, with what is not known there and why. `evidence` None: not looked into yet."""
+    engines, streams = "engines", "streams"
+    if evidence is None:
+        engines += "   (in flight: reading the gateways' journals)"
+    elif not any(isinstance(state, gateway.State) for state in evidence.states.values()):
+        engines += "   (in flight: not known, no gateway has a journal that can be read)"
+    if not live:
+        streams += (
+            "   (length, unread: the store's, known while the run lives; in hand: of tasks, what collectors hold)"
+        )
+    return {"engines": engines, "streams": streams}
+
+
+def engines(config: RunConfig, board: Board, now: float, evidence: Evidence | None) -> list[Row]:
     """Requests in flight are known where a gateway could be looked into."""
     serving = board.view.serving
-    requests = Look(board.model, config, now, evidence, FLOOR_S).requests()
+    requests = Look(board.model, config, now, evidence or NOTHING, FLOOR_S).requests()
     return [
         (
             name,
             each.mode,
             str(serving.get(name, "")),
-            "" if requests is None else str(requests[name]),
+            UNKNOWN if requests is None else str(requests[name]),
             str(each.boot),
             f"{span(now - each.since)} ago",
             each.reason,
@@ -70,20 +88,29 @@ def engines(config: RunConfig, board: Board, now: float, evidence: Evidence) -> 
     ]
 
 
-def streams(board: Board, now: float, depths: Mapping[str, Depth] | None) -> list[Row]:
-    """`depths`: what the store of a live run says of its work streams."""
-    oldest = _oldest(board)
+def streams(
+    board: Board, now: float, depths: Mapping[str, Depth] | None, evidence: Evidence | None = None
+) -> list[Row]:
+    """`depths`: what the store of a live run says of its streams. Without, collectors tell which tasks they hold."""
+    oldest, held = _oldest(board), _held(evidence)
     rows: list[Row] = []
     for name in STREAMS:
         depth = None if depths is None else depths.get(name)
-        facts = ("", "", "")
+        work = name in WORK_STREAMS
+        in_hand = str(held) if name == "tasks" and held is not None else UNKNOWN
+        facts = (UNKNOWN, UNKNOWN if work else "", in_hand if work else "")
         if depth is not None:
-            work = name in WORK_STREAMS
             unread = "?" if depth.lag is None else f"{depth.lag:,}"
             facts = (f"{depth.length:,}", unread if work else "", f"{depth.pending:,}" if work else "")
         since = oldest.get(name)
         rows.append((name, f"{board.streams[name]:,}", *facts, "" if since is None else f"{span(now - since)} ago"))
     return rows
+
+
+def _held(evidence: Evidence | None) -> int | None:
+    """Tasks that collectors hold; None if none of them can be looked into."""
+    states = [each for each in (evidence or NOTHING).states.values() if isinstance(each, collector.State)]
+    return sum(len(state.open) for state in states) if states else None
 
 
 def _oldest(board: Board) -> dict[str, float]:

@@ -73,6 +73,9 @@ class Source:
         self._bus: Any = None
         self._told: tuple[Any, dict[str, Any]] = (None, {})
         self._changed = asyncio.Condition()
+        self._looking = asyncio.Lock()
+        self._looked: int | None = None
+        """Place of the log up to which the actors of an archived run were looked into."""
 
     async def follow(self) -> None:
         """Read the run until cancelled; whatever can't be read is said in `problem`, and so is a fault of ours."""
@@ -182,6 +185,8 @@ class Source:
         """Wait until somebody goes on with an archived run."""
         await self._tell("archived")
         seen = self._signature()
+        await self._look_back()
+        await self._tell()
         while self._signature() == seen:  # noqa: ASYNC110, the recorder is another process and can't set an event
             await asyncio.sleep(IDLE_S)
 
@@ -260,9 +265,18 @@ class Source:
         shown = self.data.diagnose(now, self._evidence, live=self.live)
         if not shown.diagnosis.stuck or self.live or shown.stopped or self.state in ("loading", "stopped"):
             return shown
-        seen = await asyncio.to_thread(load.look_into, self.run, self.config)
-        self._evidence = msgspec.structs.replace(self._evidence, states=seen.states, heard=seen.heard)
+        await self._look_back()
         return self.data.diagnose(now, self._evidence, live=False)
+
+    async def _look_back(self) -> None:
+        """What the actors of an archived run were at, by their journals. Long ones take seconds once."""
+        async with self._looking:
+            place = self._judged
+            if self._looked == place:
+                return
+            seen = await asyncio.to_thread(load.look_into, self.run, self.config)
+            self._evidence = msgspec.structs.replace(self._evidence, states=seen.states, heard=seen.heard)
+            self._looked = place
 
     async def payload(self, key: str) -> bytes | None:
         """A payload that is still in the store of a live run."""

@@ -180,15 +180,16 @@ def end_of(run: RunDir, model: Model) -> float:
     return max([last, *(segment.closed_at for segment in eventlog.segments(run)[-1:])])
 
 
-def look_into(run: RunDir, config: RunConfig) -> Evidence:
-    """The states of an archived run's actors; nothing if its journals can't be folded by this version."""
+def look_into(run: RunDir, config: RunConfig, position: int | None = None) -> Evidence:
+    """The states of an archived run's actors, at its end or at a place of its log; nothing if its journals can't be
+    folded by this version."""
     from pipeline.replay.index import Index
     from pipeline.replay.sought import last_states
 
     index = Index(run)
     names = [name for name in registry.names(config) if registry.kind_of(name) in LOOKED_INTO]
     try:
-        found = last_states(run, config, index, names)
+        found = last_states(run, config, index, names, position)
     except (PipelineError, msgspec.DecodeError):
         return Evidence()
     index.save()

@@ -164,7 +164,7 @@ class App {
   tell(status) {
     fill(this.cards, status.figures.map(([name, value]) => h("div", {}, h("span", {}, name), h("b", {}, value))));
     const engines = status.engines.map((engine) => [
-      engine.name, h("span", { class: `state ${engine.state}` , title: engine.reason }, engine.state), seconds(engine.since), engine.version ?? "–", engine.epoch ?? "–", engine.in_flight ?? "–", engine.boots, engine.reason,
+      engine.name, h("span", { class: `state ${engine.state}` , title: engine.reason }, engine.state), seconds(engine.since), engine.version ?? "–", engine.epoch ?? "–", engine.in_flight ?? unknown(), engine.boots, engine.reason,
     ]);
     fill(this.engines, table(["engine", "state", "for", "version", "epoch", "in flight", "boots", "why"], engines));
     const actors = status.actors.map((actor) => [
@@ -179,6 +179,10 @@ class App {
     const { facts, config } = embedded.record;
     return h("div", {}, h("section", { class: "card" }, h("h2", {}, "Where it ran"), table(["", ""], facts)), h("details", { class: "card" }, h("summary", {}, "Configuration"), h("pre", {}, config)));
   }
+}
+
+function unknown() {
+  return h("span", { title: "no gateway has a journal that can be read, or that of a long archive is being read" }, "?");
 }
 
 function due(left) {

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -20,7 +21,7 @@ from story import (  # pyright: ignore[reportMissingImports] - pytest puts its f
     trained,
 )
 from textual.pilot import Pilot
-from textual.widgets import DataTable, Input, Static, TabbedContent
+from textual.widgets import DataTable, Input, Label, Static, TabbedContent
 
 from config import loading
 from config.schema import BrokerConfig
@@ -32,13 +33,20 @@ from pipeline.bus import Bus
 from pipeline.cli import main
 from pipeline.errors import Exit, PipelineError
 from pipeline.eventlog import Batch, Item, gathered
+from pipeline.moments import Moment
+from pipeline.replay.recorded import Recorded
 from pipeline.rundir import RunDir
+from pipeline.simulate import archive
 from pipeline.top import board as boards
 from pipeline.top import tables
-from pipeline.top.app import Top
-from pipeline.top.board import MARKS, Board, History, at, spacing
+from pipeline.top.app import STRIDE, Top
+from pipeline.top.board import MARKS, RECENT, Board, History, at, spacing
 from pipeline.top.feed import Feed
+from pipeline.top.search import Search, holds
+from pipeline.why.look import Look
 from pipeline.why.result import Evidence
+from tests.stalls.gallery import PATIENT, long_tail_in_drain
+from tests.stalls.scene import Scene
 
 CONFIG = loading.load("quickstart", ())
 
@@ -123,15 +131,44 @@ def test_the_buffer_is_shown_by_what_groups_are_and_by_age() -> None:
     assert rows["in batches not trained"] == ("1", "0.0 s ago")
 
 
-def test_engines_have_a_version_and_no_number_in_flight_that_nobody_knows() -> None:
+def test_engines_have_a_version_and_what_nobody_knows_of_them_is_said() -> None:
     story = Story()
     story.add(booted("engine-0"))
     story.add(requested(1, 1))
     story.add(committed(1, 1, "engine-0", "engine-1"))
     rows = tables.engines(CONFIG, folded(items(story)), story.now, Evidence())
     assert [(row[0], row[1], row[2], row[3]) for row in rows] == [
-        (name, "serving", "1", "") for name in ("engine-0", "engine-1")
+        (name, "serving", "1", "?") for name in ("engine-0", "engine-1")
     ]
+    assert "no gateway has a journal that can be read" in tables.titles(Evidence(), live=True)["engines"]
+    assert "reading the gateways' journals" in tables.titles(None, live=False)["engines"]
+    rows = {row[0]: row[2:5] for row in tables.streams(folded(items(story)), story.now, None, Evidence())}
+    assert (rows["tasks"], rows["control"]) == (("?", "?", "?"), ("?", "", ""))
+    assert "known while the run lives" in tables.titles(Evidence(), live=False)["streams"]
+    assert tables.titles(Evidence(), live=True)["streams"] == "streams"
+
+
+def test_a_search_finds_what_is_listed_of_the_whole_log_and_says_how_far_it_is() -> None:
+    log = items(trained(30))
+    assert len(log) > RECENT
+    text = "refit"
+    rows = [row for row in tables.events([(entry, envelope) for entry, envelope, _ in log], 0.0) if holds(row, text)]
+    search = Search(text, len(log) - 5, 0.0)
+    assert "searching: 0 of" in search.line()
+    for part in batches(log):
+        if not search.done:
+            search.take(part)
+    wanted = [row for row in rows if int(row[0][:-2]) <= len(log) - 5]
+    assert (search.done, search.count, list(search.found)) == (True, len(wanted), wanted[:RECENT])
+    search.go_on(len(log))
+    search.take(gathered(log[search.seen :]))
+    assert (search.done, list(search.found)) == (True, rows[:RECENT])
+    assert search.line() == f"searched all {len(log)} events up to this moment: {len(rows)} hold 'refit'"
+    cut = Search(text, 2 * len(log), 0.0)
+    cut.take(gathered(log))
+    assert not cut.done
+    cut.end()
+    assert f"searched all {len(log)} events" in cut.line()
 
 
 def test_in_a_pipe_it_says_what_to_use_instead(make_run: Callable[..., RunDir]) -> None:
@@ -197,6 +234,74 @@ async def test_events_are_searched_and_their_text_is_no_markup(make_run: Callabl
         assert "[red]boom[/red]" in shown(app, "events")[0][-1]
         await pilot.press("escape", "4")
         assert app.query_one(TabbedContent).active == "why-pane"
+
+
+async def test_enter_searches_the_whole_log_up_to_the_moment(make_run: Callable[..., RunDir]) -> None:
+    story = trained(1)
+    place = len(story.log) + 1
+    story.add(events.ActorFailed(actor="source", error="KeyError", message="needle", fatal=False))
+    while len(story.log) < 3 * RECENT:
+        story.add(events.CreditGranted(total=len(story.log)))
+    end = len(story.log) + 1
+    story.add(events.ActorFailed(actor="source", error="KeyError", message="needle again", fatal=False))
+    app = Top(Feed(make_run(story), CONFIG), CONFIG)
+    async with app.run_test(size=(140, 45)) as pilot:
+        await until(pilot, lambda: f"{end} of {end}" in str(app.query_one("#slider", Static).content))
+        await pilot.press("slash", *"needle")
+        assert (
+            "filters the newest 200 events; enter searches the whole log" in app.query_one("#search", Input).placeholder
+        )
+        await until(pilot, lambda: [row[0] for row in shown(app, "events")] == [f"{end}-0"])
+        await pilot.press("enter")
+        await until(pilot, lambda: [row[0] for row in shown(app, "events")] == [f"{end}-0", f"{place}-0"])
+        assert "2 hold 'needle'" in str(app.query_one("#searched", Label).content)
+        await pilot.press("shift+left")
+        await until(pilot, lambda: [row[0] for row in shown(app, "events")] == [f"{place}-0"])
+        await until(pilot, lambda: "1 hold 'needle'" in str(app.query_one("#searched", Label).content))
+
+
+@pytest.fixture(scope="module")
+def stalled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Scene, RunDir]:
+    """A run with requests that hang."""
+    scene = Scene(PATIENT)
+    long_tail_in_drain(scene)
+    scene.start()
+    scene.run(30.0)
+    return scene, archive.write(scene.world, PATIENT, tmp_path_factory.mktemp("runs") / "stalled")
+
+
+def in_flight(scene: Scene, states: dict[str, Any]) -> list[str]:
+    """Requests at each engine, as the gateways have them."""
+    look = Look(scene.model(), PATIENT, scene.world.now(), Evidence(states=states), 15.0)
+    found = look.requests()
+    assert found is not None
+    return [str(found[name]) for name in ("engine-0", "engine-1")]
+
+
+async def test_an_archive_tells_what_is_in_flight_at_any_moment(stalled: tuple[Scene, RunDir]) -> None:
+    scene, run = stalled
+    wanted = in_flight(scene, {name: actor.state for name, actor in scene.world.actors.items()})
+    assert wanted != ["0", "0"]
+    end = len(scene.world.store.log)
+    back = Recorded.read(run, PATIENT)
+
+    def then(place: int) -> list[str]:
+        at = back.log.place(Moment(position=place))
+        return in_flight(scene, {name: track.state_at(at) for name, track in back.tracks.items()})
+
+    lefts = next(n for n in range(1, STRIDE) if then(end - n * (end // STRIDE)) not in (wanted, ["0", "0"]))
+    earlier = end - lefts * (end // STRIDE)
+    app = Top(Feed(run, PATIENT), PATIENT)
+    async with app.run_test(size=(140, 45)) as pilot:
+        await until(pilot, lambda: [row[3] for row in shown(app, "engines")] == wanted)
+        assert [row[4] for row in shown(app, "streams") if row[0] == "tasks"] != ["?"]
+        assert str(app.query_one("#engines-title", Label).content) == "engines"
+        assert "drain_tail (engine-0)" in str(app.query_one("#why", Static).content)
+        await pilot.press(*["left"] * lefts)
+        await until(pilot, lambda: f"{earlier} of {end}" in str(app.query_one("#slider", Static).content))
+        await until(pilot, lambda: [row[3] for row in shown(app, "engines")] == then(earlier))
+        await pilot.press("end")
+        await until(pilot, lambda: [row[3] for row in shown(app, "engines")] == wanted)
 
 
 async def test_the_search_box_takes_every_key_until_enter_and_then_q_quits(make_run: Callable[..., RunDir]) -> None:

@@ -23,6 +23,8 @@ from pipeline.rundir import RunDir
 from pipeline.simulate import archive
 from pipeline.ui import _server, _source, _trajectory
 from pipeline.ui._source import Source
+from pipeline.why.look import Look
+from pipeline.why.result import Evidence
 from tests.stalls.gallery import PATIENT, long_tail_in_drain
 from tests.stalls.scene import BASE, Scene
 from tests.unit.ui.shown import EVIL
@@ -65,6 +67,22 @@ async def test_an_archive_is_shown_whole(client: TestClient[Any, Any], scene: Sc
     assert all(event["kind"].startswith("refit.") for event in found["events"])
     event = await get(client, f"/api/event?row={found['events'][0]['row']}")
     assert event["event"]["body"]["epoch"] >= 1
+
+
+async def test_an_archive_tells_what_was_in_flight_also_when_nothing_is_stuck(
+    client: TestClient[Any, Any], scene: Scene, run: RunDir, config: RunConfig
+):
+    source = client.app[_server.SOURCE]  # type: ignore[index]
+    await until(source, lambda: bool(source.evidence.states))
+    status = await get(client, "/api/status")
+    assert status["why"]["stuck"] is False
+    states = {name: actor.state for name, actor in scene.world.actors.items()}
+    wanted = Look(scene.model(), config, scene.world.now(), Evidence(states=states), 15.0).requests()
+    assert wanted is not None
+    assert {each["name"]: each["in_flight"] for each in status["engines"]} == {
+        name: wanted[name] for name in ("engine-0", "engine-1")
+    }
+    assert wanted.total() > 0
 
 
 async def test_a_sample_is_shown_token_by_token(client: TestClient[Any, Any], monkeypatch: pytest.MonkeyPatch):
