@@ -28,7 +28,9 @@ from actors.engine.state import (
     Release,
     Resume,
     ServerDead,
+    ServerHeard,
     ServerReady,
+    ServerSilent,
     StartServer,
     Watch,
 )
@@ -39,6 +41,10 @@ MEMORY_S = 60.0
 """How long a server that has just started may take to give memory back."""
 PROBE_S, PROBE_DEADLINE_S, PROBE_MISSES = 2.0, 5.0, 3
 """Pause between two probes of the server, how long one may take, and how many in a row may fail."""
+SLOW_S = 2.0
+"""How long a probe may take before it is said that the server does not answer."""
+UNPROBED = tuple(mode for mode in BARRIER if mode not in ("draining", "drained"))
+"""Modes in which a server may be too busy with weights to answer."""
 
 
 class ServerGone(Exception):
@@ -152,23 +158,44 @@ class EngineShell:
                 watch.cancel()
 
     async def _probe(self) -> str:
-        """Until the server fails to answer again and again, or turns out to be another one; not within a barrier."""
+        """Until the server fails to answer again and again, or turns out to be another one.
+
+        Within a barrier it is said that a server does not answer; what it owes there has deadlines of its own.
+        """
         misses = 0
         while True:
             await asyncio.sleep(PROBE_S)
-            if self._context.state().mode in BARRIER:
+            asked: EngineState = self._context.state()
+            if asked.mode in UNPROBED:
                 misses = 0
                 continue
+            within = asked.mode in BARRIER
+            slow = asyncio.get_running_loop().call_later(SLOW_S, self._silent, asked.epoch, f"none in {SLOW_S:g} s")
             try:
-                if (stranger := await self._operations.stranger(PROBE_DEADLINE_S)) is not None:
+                stranger = await self._operations.stranger(PROBE_DEADLINE_S)
+                if stranger is not None and not within:
                     return stranger
-                misses = 0
+                misses, self._healthy = 0, True
+                if self._context.state().silent is not None:
+                    self._context.deliver(ServerHeard())
             except CallError as error:
-                misses += 1
-                self._context.log.warning("probe failed", misses=misses, error=str(error))
+                if not self._silent(asked.epoch, str(error)):
+                    continue
+                misses, self._healthy = 0 if within else misses + 1, False
+                self._context.log.warning("probe failed", misses=misses, epoch=asked.epoch, error=str(error))
                 if misses == PROBE_MISSES:
                     return f"the server did not answer {misses} probes in a row: {error}"
-            self._healthy = misses == 0
+            finally:
+                slow.cancel()
+
+    def _silent(self, epoch: int, reason: str) -> bool:
+        """Say that a probe sent in `epoch` has no answer; False if it says nothing, as a transfer began behind it."""
+        state: EngineState = self._context.state()
+        if state.mode in UNPROBED or state.epoch != epoch:
+            return False
+        if state.silent is None:
+            self._context.deliver(ServerSilent(reason))
+        return True
 
     # --- what others see ---------------------------------------------------------------------------------------------
 

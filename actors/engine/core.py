@@ -31,7 +31,9 @@ from actors.engine.state import (
     Local,
     Mode,
     ServerDead,
+    ServerHeard,
     ServerReady,
+    ServerSilent,
     StartServer,
     Waiting,
     Watch,
@@ -50,6 +52,8 @@ from contracts.events import (
 
 COMMIT_S = 1.0
 """How long a request waits for the commit that it was sent under: gateways may hear of it before engines do."""
+SERVER = "server"
+"""Whom an engine waits for that is not answered by its server."""
 BACKOFF_MAX_S = 30.0
 """Longest pause before the start of a server whose predecessors never served."""
 
@@ -135,7 +139,8 @@ class EngineCore:
         else:
             after, commands = self._local(state, input)
         after, waits = self._announce(after, now)
-        return after, (*commands, *waits)
+        after, server = self._announce_silence(after, now)
+        return after, (*commands, *waits, *server)
 
     def _event(self, state: EngineState, event: Event) -> Outcome:
         kind = type(event)
@@ -146,10 +151,12 @@ class EngineCore:
         return replace(state, retiring=self.index >= event.engines), []
 
     def _local(self, state: EngineState, input: Any) -> Outcome:
-        """A result counts in its mode and epoch only; the end of the server always does."""
+        """A result counts in its mode and epoch only; what is seen of the server always does."""
         kind = type(input)
         if kind is ServerDead:
             return died(self._actor, state, input.reason)
+        if kind is ServerSilent or kind is ServerHeard:
+            return replace(state, silent=getattr(input, "reason", None)), []
         mode, handle = self._results.get(kind) or self.barriers.results[kind]
         late = state.mode != mode or (kind is not ServerReady and input.epoch != state.epoch)
         return (state, []) if late else handle(state, input)
@@ -159,7 +166,9 @@ class EngineCore:
     def _booted(self, state: EngineState, boot: int) -> Outcome:
         """The server died with the process before; so did its weights and its groups."""
         unserved = state.unserved + 1
-        after = EngineState(boot=boot, epoch=state.epoch, unserved=unserved, waiting=state.waiting)
+        after = EngineState(
+            boot=boot, epoch=state.epoch, unserved=unserved, waiting=state.waiting, unanswered=state.unanswered
+        )
         if unserved > 1 + self._restarts:
             reason = (
                 f"{unserved - 1} servers of {self._actor} in a row ended before they served "
@@ -195,6 +204,19 @@ class EngineCore:
         deadline_at = None if part is None else part.deadline_at
         commands.append(Emit(WaitStarted(actor=self._actor, on=on, cause=cause, deadline_at=deadline_at)))
         return replace(state, waiting=Waiting(on, now)), commands
+
+    def _announce_silence(self, state: EngineState, now: float) -> Outcome:
+        """A server that does not answer is waited for; what it owes has deadlines of its own."""
+        silent, held = None if state.mode == "dead" else state.silent, state.unanswered
+        if (silent is None) == (held is None):
+            return state, []
+        if held is not None:
+            ended = WaitEnded(actor=self._actor, on=held.on, seconds=now - held.since)
+            return replace(state, unanswered=None), [Emit(ended)]
+        deadline_at = None if state.part is None else state.part.deadline_at
+        cause = f"no answer to a probe: {silent}"
+        wait = WaitStarted(actor=self._actor, on=SERVER, cause=cause, deadline_at=deadline_at)
+        return replace(state, unanswered=Waiting(SERVER, now)), [Emit(wait)]
 
 
 def _lapsed(state: EngineState, _: LeaseLapsed) -> Outcome:

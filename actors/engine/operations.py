@@ -41,6 +41,8 @@ from contracts.events import Bucket
 from contracts.weights import digest
 
 Result = TypeVar("Result")
+END_S = 1.0
+"""How long the end of a process may take to show, behind the failure of a call to it."""
 
 
 class Operations:
@@ -116,6 +118,10 @@ class Operations:
             await self._client.abort_all(CALL_S)
             await self._client.resume(CALL_S)
             self._paused = False
+
+    async def _lost(self, otherwise: str) -> ServerDead:
+        """A call failed for good: because the server has ended, or else for a reason of its own."""
+        return ServerDead(await self._server.outcome(END_S) or otherwise)
 
     async def _kill(self, reason: str) -> ServerDead:
         """End the server now; its memory is free when this returns."""
@@ -273,7 +279,7 @@ class Operations:
             if self._paused:
                 await self._client.resume(CALL_S)
         except CallError as error:
-            return ServerDead(f"the server does not go on after the commit of epoch {command.epoch}: {error}")
+            return await self._lost(f"the server does not go on after the commit of epoch {command.epoch}: {error}")
         self._paused = False
         return Resumed(command.epoch)
 
@@ -291,7 +297,7 @@ class Operations:
                     await self._leave(command.group)
                 await self._client.flush(0.0)
             except CallError as error:
-                return ServerDead(f"the server hangs after epoch {command.epoch} was given up: {error}")
+                return await self._lost(f"the server hangs after epoch {command.epoch} was given up: {error}")
         return None
 
     async def _leave(self, group: str) -> None:

@@ -235,6 +235,13 @@ class Server:
             return await asyncio.get_running_loop().create_future()
         return await self.process.ended()
 
+    async def outcome(self, within_s: float) -> str | None:
+        """How it ended, if it does within `within_s`."""
+        try:
+            return await asyncio.wait_for(self.ended(), within_s)
+        except TimeoutError:
+            return None
+
     async def kill(self, reason: str) -> None:
         """End it now if it is ours; what it holds is free when this returns."""
         self.killed = reason

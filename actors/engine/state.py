@@ -45,6 +45,16 @@ class ServerDead(msgspec.Struct, frozen=True, tag="server_dead"):
     reason: str
 
 
+class ServerSilent(msgspec.Struct, frozen=True, tag="server_silent"):
+    """The server did not answer a probe; nobody gives it up yet."""
+
+    reason: str
+
+
+class ServerHeard(msgspec.Struct, frozen=True, tag="server_heard"):
+    """After `ServerSilent`, it answered one."""
+
+
 class Drained(msgspec.Struct, frozen=True, tag="drained"):
     """Result of `Drain`: nothing runs, or `held` sequences are held still."""
 
@@ -116,6 +126,8 @@ class Released(msgspec.Struct, frozen=True, tag="released"):
 Local = (
     ServerReady
     | ServerDead
+    | ServerSilent
+    | ServerHeard
     | Drained
     | DrainFailed
     | Loaded
@@ -239,6 +251,11 @@ class EngineState(msgspec.Struct, frozen=True):
     unserved: int = 0
     """Boots in a row, this one included, that have not served."""
     waiting: Waiting | None = None
+    """For the coordinator or the store."""
+    silent: str | None = None
+    """Why the last probe of the server was not answered."""
+    unanswered: Waiting | None = None
+    """For the server."""
     stopping: bool = False
     retiring: bool = False
     """The run was scaled down by this engine: it leaves once it serves no more."""

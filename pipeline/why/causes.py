@@ -74,6 +74,10 @@ CAUSES: Mapping[str, str] = {
         "See logs/<engine>.jsonl for the server's end. Its successor takes part in the next epoch; the "
         "present one ends at refit.deadline_s."
     ),
+    "server_silent": (
+        "The engine's server runs and answers no probe: it is stopped, or hangs. Look at its process (`py-spy dump`) "
+        "and at logs/<engine>.server.log. Killing it is safe: the engine starts another, and requests are repeated."
+    ),
     "engine_retired": (
         "Mend what logs/<engine>.server.log tells. It comes back when the run is scaled down and up again "
         "(`pipeline scale RUN engines=N`), or resumed; the others go on meanwhile."

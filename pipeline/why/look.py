@@ -12,10 +12,11 @@ from msgspec.structs import replace
 
 from actors import registry
 from actors.collector import core as collector
+from actors.engine.core import SERVER
 from actors.gateway import state as gateway
 from config.schema import RunConfig
 from pipeline.why.causes import CAUSES
-from pipeline.why.facts import Actor
+from pipeline.why.facts import Actor, Wait
 from pipeline.why.model import Model
 from pipeline.why.result import Evidence, Finding
 
@@ -106,12 +107,16 @@ class Look:
         """Why an engine can't answer within the present epoch."""
         engine = self.model.engines.get(name)
         if engine is not None and engine.mode == "dead":
-            return f"{name} died: {engine.reason}"
+            return f"{name} died: {first_line(engine.reason)}"
         if engine is not None and engine.mode == "starting":
             return f"{name} was restarted as boot {engine.boot}"
         if self.evidence.alive.get(name) is False:
             return f"the process of {name} does not exist"
         return None
+
+    def silent(self, name: str) -> Wait | None:
+        """The announced wait of an engine for its server, which answers no probe."""
+        return self.model.waits.get((name, SERVER))
 
     def serving(self) -> list[str]:
         """Engines that the last commit named and that nothing has been heard against since."""
@@ -171,6 +176,14 @@ def finding(code: str, culprit: str, text: str, since: float, evidence: Iterable
     """A finding with the fix that belongs to its code. Raises KeyError for a code that `CAUSES` lacks."""
     shown = tuple(line for line in evidence if line)
     return Finding(code=code, culprit=culprit, text=text, since=since, evidence=shown, fix=CAUSES[code])
+
+
+def first_line(reason: str) -> str:
+    """Of how a server ended, without the end of its log."""
+    line, _, more = reason.partition("\n")
+    return (
+        line.removesuffix(" ends with:").replace("; ", "; see ", 1) if more and line.endswith(" ends with:") else line
+    )
 
 
 def span(seconds: float) -> str:

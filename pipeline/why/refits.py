@@ -126,6 +126,9 @@ class Refits:
                 self._owes(barrier, name, text)
                 code = "engine_dead" if name.startswith("engine-") else "actor_gone"
                 return finding(code, name, f"epoch {barrier.epoch} waits for {name}: {text}", barrier.since, [left])
+        silent = self._silent(barrier, missing.get("engine.drained", []), left)
+        if silent is not None:
+            return silent
         if "transfer.offered" in missing and (asker == "trainer" or self._trainer_waits()):
             self._owes(barrier, "trainer", "transfer.offered is missing")
             text = (
@@ -138,6 +141,23 @@ class Refits:
         self._owes(barrier, "trainer", "transfer.offered is missing")
         text = f"epoch {barrier.epoch} is drained, and trainer has not offered version {barrier.version}"
         return finding("trainer_not_offering", "trainer", text, barrier.since, [left])
+
+    def _silent(self, barrier: Barrier, names: list[str], left: str) -> Finding | None:
+        """One of these engines is not answered by its server."""
+        for name in names:
+            wait = self.look.silent(name)
+            if wait is not None:
+                self._owes(barrier, name, f"{name} waits for its server")
+                self.walk.follow(name, wait.on, wait.cause, wait.since)
+                text = f"refit epoch {barrier.epoch} waits for {name}, whose server has not answered"
+                return finding(
+                    "server_silent",
+                    name,
+                    f"{text} for {span(self.look.age(wait.since))}",
+                    wait.since,
+                    [wait.cause, left],
+                )
+        return None
 
     def _trainer_waits(self) -> bool:
         return ("trainer", "refit") in self.model.waits
@@ -179,6 +199,9 @@ class Refits:
                 self._owes(barrier, name, lost)
                 text = f"epoch {barrier.epoch} is in its {phase} and waits for {name}: {lost}"
                 return finding("engine_dead", name, text, since, [left])
+        silent = self._silent(barrier, missing.get("engine.loaded", []), left)
+        if silent is not None:
+            return silent
         gone = look.gone("trainer") if "trainer" in names else None
         if gone is not None:
             self._owes(barrier, "trainer", gone.text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from pipeline.why.facts import Batch, Group
-from pipeline.why.look import FIRST_S, Look, counted, finding, some, span
+from pipeline.why.look import FIRST_S, Look, counted, finding, first_line, some, span
 from pipeline.why.refits import Refits
 from pipeline.why.result import Edge, Finding
 
@@ -322,10 +322,20 @@ class Walk:
             at, name, engine = max(sick)
             self.follow(waiter, "gateway", state, since)
             self.follow("gateway", name, f"it is {engine.mode}", at)
-            text = (
-                f"{name} is {engine.mode} since {span(look.age(at))} ({engine.reason}); no sample has ended since then"
-            )
-            return finding("engine_hangs", name, text, at, [f"sessions {some(call.session for call in calls)}"])
+            how = f"({first_line(engine.reason)}); no sample has ended since then"
+            code, text = "engine_hangs", f"{name} is {engine.mode} since {span(look.age(at))} {how}"
+            if engine.mode == "dead":
+                code, text = "engine_dead", f"{name} has ended {span(look.age(at))} ago {how}"
+            return finding(code, name, text, at, [f"sessions {some(call.session for call in calls)}"])
+        silent = [wait for name in self.model.engines if (wait := look.silent(name)) is not None]
+        if silent:
+            wait = min(silent, key=lambda each: each.since)
+            self.follow(waiter, "gateway", state, since)
+            self.follow("gateway", wait.actor, "requests are there", since)
+            self.follow(wait.actor, wait.on, wait.cause, wait.since)
+            text = f"the server of {wait.actor} has not answered for {span(look.age(wait.since))}"
+            held = [call.session for call in calls if call.engine == wait.actor]
+            return finding("server_silent", wait.actor, text, wait.since, [wait.cause, f"sessions {some(held)}"])
         if calls:
             engine, count = Counter(call.engine for call in calls).most_common(1)[0]
             self.follow(waiter, "gateway", state, since)

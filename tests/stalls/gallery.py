@@ -235,6 +235,24 @@ def long_tail_in_drain(scene: Scene) -> None:
     shell.generate = generates
 
 
+def server_is_stopped_in_drain(scene: Scene) -> None:
+    """A SIGSTOP: what it generates does not end, and no probe is answered."""
+    long_tail_in_drain(scene)
+    silent = engine.ServerSilent("/model_info: no answer in 5 s")
+
+    def stopped(command: engine.Drain) -> bool:
+        if command.epoch >= 4:
+            scene["engine-0"].after(7.0, silent)
+        return False
+
+    scene.swallow("engine-0", engine.Drain, stopped)
+
+
+def server_is_stopped(scene: Scene) -> None:
+    generation_hangs(scene)
+    scene.world.later(7.0, lambda: scene["engine-0"].push(engine.ServerSilent("/model_info: no answer in 5 s")))
+
+
 def probe_blocked_by_broadcast(scene: Scene) -> None:
     actor = scene["engine-0"]
 
@@ -492,6 +510,24 @@ GALLERY = (
         arrange=long_tail_in_drain,
         config=PATIENT,
         cause="drain_tail",
+        culprit="engine-0",
+    ),
+    Stall(
+        name="server stopped in a drain",
+        report="",
+        off="nothing: until refit.drain_deadline_s, which is long",
+        arrange=server_is_stopped_in_drain,
+        config=PATIENT,
+        cause="server_silent",
+        culprit="engine-0",
+    ),
+    Stall(
+        name="server stopped while it generates",
+        report="",
+        off="the end of a server that misses three probes",
+        arrange=server_is_stopped,
+        config=replace(ONE_ENGINE, sync=True),
+        cause="server_silent",
         culprit="engine-0",
     ),
     Stall(

@@ -24,7 +24,9 @@ from actors.engine.state import (
     Resume,
     Resumed,
     ServerDead,
+    ServerHeard,
     ServerReady,
+    ServerSilent,
     StartServer,
     Watch,
 )
@@ -519,6 +521,30 @@ def test_a_wait_ends_with_its_boot() -> None:
     run = Run(*TO_UNCERTAIN)
     run.feed(Booted(BOOT + 1), now=9.0)
     assert (type(run.waits[-1]), run.waits[-1].seconds) == (WaitEnded, 9.0)
+
+
+SILENT = ServerSilent("/model_info: no answer in 5 s")
+
+
+@pytest.mark.parametrize("mode", [mode for mode in PATHS if mode not in ("starting", "dead")])
+def test_a_server_that_does_not_answer_is_waited_for_until_it_does(mode: str) -> None:
+    run = Run(*PATHS[mode])
+    before = run.state
+    assert run.feed(SILENT, ServerSilent("again"), now=3.0) == []
+    (wait,) = (w for w in run.waits if w.on == "server")
+    assert wait.cause == "no answer to a probe: /model_info: no answer in 5 s"
+    assert (wait.deadline_at is None) == (before.part is None)
+    assert run.feed(ServerHeard(), ServerHeard(), now=5.0) == []
+    assert run.waits[-1] == WaitEnded(actor=ME, on="server", seconds=2.0)
+    assert run.state == before
+
+
+@pytest.mark.parametrize("end", [Booted(BOOT + 1), ServerDead("r")])
+def test_nobody_waits_for_a_server_that_has_ended(end: Any) -> None:
+    run = Run(*TO_DRAINING, SILENT)
+    run.feed(end, now=9.0)
+    assert [w.seconds for w in run.waits if isinstance(w, WaitEnded) and w.on == "server"] == [9.0]
+    assert run.state.unanswered is None
 
 
 @pytest.mark.parametrize("mode", PATHS)

@@ -216,6 +216,13 @@ async def test_an_end_by_signal_is_told_by_name(tmp_path: Path) -> None:
         assert "ended by signal SIGSEGV" in await asyncio.wait_for(server.ended(), 10)
 
 
+async def test_how_a_server_ended_is_asked_for_a_time_only(tmp_path: Path) -> None:
+    async with running(answering(tmp_path), None) as server:
+        assert await server.outcome(0.0) is None
+        os.kill(server.process.pid, signal.SIGKILL)  # type: ignore[union-attr]
+        assert "ended by signal SIGKILL" in str(await server.outcome(20.0))
+
+
 async def test_a_server_that_ignores_sigterm_is_killed_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from actors.engine import core as core_module
 from actors.engine import operations
 from actors.engine import server as server_module
 from actors.engine.actor import EngineShell, ServerGone, build
+from actors.engine.client import CallError
 from actors.engine.server import Launch, Server, ServerError, attach
 from actors.engine.state import EngineState, Exit
 from config.schema import EngineConfig, GatewayConfig, LaunchConfig, NetworkConfig, RefitConfig, RunConfig
@@ -578,6 +579,91 @@ async def test_probes_leave_a_barrier_alone(benches: Benches, monkeypatch: pytes
         await asyncio.wait_for(done.wait(), 10)
         assert bench.server.calls == []
         assert state().mode == "loaded"
+
+
+async def test_a_server_that_is_silent_in_a_drain_is_named_and_left_to_its_deadline(
+    benches: Benches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_module, "PROBE_S", 0.02)
+    async with benches() as bench:
+        await bench.serve(1)
+        request = bench.generate(1)
+        await bench.server.came("/generate")
+        bench.request(2)
+        await bench.driver.mode("draining")
+        bench.server.answers["/model_info"] = (503, b"no")
+        wait = await bench.driver.event(WaitStarted, on="server")
+        assert wait.cause.startswith("no answer to a probe: /model_info: 503")
+        assert wait.deadline_at is not None
+        await bench.server.came("/model_info", bench.server.paths().count("/model_info") + 4)
+        assert bench.driver.state().mode == "draining"
+        assert not (await bench.status())["healthy"]
+        del bench.server.answers["/model_info"]
+        assert (await bench.driver.event(WaitEnded, on="server")).seconds >= 0.0
+        bench.server.finish("r-1")
+        assert (await request)[0] == 200
+        await bench.driver.event(EngineDrained, epoch=2)
+        assert bench.driver.find(EngineDead) == []
+
+
+async def test_a_slow_answer_is_told_before_it_is_a_missed_one(
+    benches: Benches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_module, "PROBE_S", 0.02)
+    monkeypatch.setattr(actor_module, "SLOW_S", 0.0)
+    async with benches(ready=False) as bench:
+        answer = asyncio.Event()
+
+        async def slow(timeout: float) -> None:
+            await asyncio.wait_for(answer.wait(), 20)
+
+        monkeypatch.setattr(operations.Operations, "stranger", lambda self, timeout: slow(timeout))
+        await bench.driver.event(EngineReady)
+        assert (await bench.driver.event(WaitStarted, on="server")).cause == "no answer to a probe: none in 0 s"
+        monkeypatch.setattr(actor_module, "SLOW_S", 20.0)
+        answer.set()
+        await bench.driver.event(WaitEnded, on="server")
+        assert (await bench.status())["healthy"]
+
+
+async def test_a_probe_that_a_transfer_overtakes_tells_nothing(
+    benches: Benches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(actor_module, "PROBE_S", 0.02)
+    async with benches() as bench:
+        bench.request(1)
+        await bench.driver.event(EngineDrained, epoch=1)
+        told = asyncio.Event()
+
+        async def overtaken(timeout: float) -> None:
+            if told.is_set():
+                return
+            bench.start(1)
+            await bench.driver.event(EngineLoaded, epoch=1)
+            told.set()
+            raise CallError("/model_info", None, f"no answer in {timeout:g} s")
+
+        monkeypatch.setattr(bench.driver.shell._operations, "stranger", overtaken)
+        await asyncio.wait_for(told.wait(), 20)
+        bench.driver.publish(failed(1))
+        await bench.driver.mode("uncertain")
+        assert bench.driver.find(WaitStarted, on="server") == []
+
+
+async def test_a_call_that_fails_with_the_server_says_how_that_ended(
+    benches: Benches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with benches() as bench:
+        await bench.load(1)
+        bench.server.answers["/continue_generation"] = (500, b"no")
+
+        async def ended(self: Server) -> str:
+            return "the server was ended by signal SIGKILL"
+
+        monkeypatch.setattr(Server, "ended", ended)
+        bench.driver.publish(committed(1, 1))
+        assert (await bench.driver.event(EngineDead)).reason == "the server was ended by signal SIGKILL"
+        await bench.driver.ended()
 
 
 @pytest.mark.parametrize("found_by", ["probe", "drain"])

@@ -177,6 +177,12 @@ def test_of_two_engines_the_one_that_fell_ill_is_named_not_the_one_with_its_requ
     assert found.cause is not None
     assert (found.cause.code, found.cause.culprit) == ("engine_hangs", "engine-0")
     assert "3 probes unanswered" in found.cause.text
+    ended = "the server was ended by signal SIGKILL; /r/logs/engine-0.server.log ends with:\nlast words"
+    model.engines["engine-0"] = Engine(boot=1, mode="dead", since=model.last_at, reason=ended)
+    found = diagnose(model, BASE, scene.world.now())
+    assert found.cause is not None
+    assert (found.cause.code, found.cause.culprit) == ("engine_dead", "engine-0")
+    assert "(the server was ended by signal SIGKILL; see /r/logs/engine-0.server.log); no sample" in found.cause.text
 
 
 def dead(boot: int) -> events.EngineDead:
