@@ -23,11 +23,14 @@ CLOSE_S = 5.0
 
 
 class Prometheus:
-    """Serves `/metrics` at `host:port` until closed. Raises `PipelineError` if the port can't be had."""
+    """Serves `/metrics` at `host:port` until closed. `live`: the run goes on, so waits grow while nothing happens.
 
-    def __init__(self, run: str, board: Board, lock: Lock, host: str, port: int) -> None:
+    Raises `PipelineError` if the port can't be had.
+    """
+
+    def __init__(self, run: str, board: Board, lock: Lock, host: str, port: int, *, live: bool = True) -> None:
         registry = CollectorRegistry()
-        registry.register(_Figures(run, board, lock))
+        registry.register(_Figures(run, board, lock, live=live))
         try:
             self._server, self._thread = start_http_server(port, host, registry)
         except OSError as error:
@@ -45,12 +48,12 @@ class Prometheus:
 
 
 class _Figures(Collector):
-    def __init__(self, run: str, board: Board, lock: Lock) -> None:
-        self._run, self._board, self._lock = run, board, lock
+    def __init__(self, run: str, board: Board, lock: Lock, *, live: bool) -> None:
+        self._run, self._board, self._lock, self._live = run, board, lock, live
 
     def collect(self) -> Iterator[Metric]:
         with self._lock:
-            now = self._board.at if self._board.view.finished else time.time()
+            now = time.time() if self._live and not self._board.view.finished else self._board.at
             found = list(figures(self._board, now))
         return iter(families(found, self._run))
 

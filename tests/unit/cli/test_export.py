@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import signal
+import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -106,6 +108,27 @@ def test_prometheus_scrapes_the_newest_figures() -> None:
     assert second["sluice_refits_total"][0] >= 1
     with pytest.raises(OSError, match="refused"):
         scraped(served.url)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_figures_of_an_archive_are_served_until_a_signal(number: int, make_run: Callable[..., RunDir]) -> None:
+    run = make_run(trained(2))
+    words = [sys.executable, "-m", "pipeline", "export", str(run.path), "--prometheus", "0"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as served:
+        assert served.stdout is not None
+        try:
+            url = served.stdout.readline().removeprefix("prometheus: ").strip()
+            assert "served until Ctrl-C" in served.stdout.readline()
+            for _ in range(2):
+                assert scraped(url)["sluice_step"][0] == 2.0
+            assert served.poll() is None
+            served.send_signal(number)
+            assert f"{len(trained(2).log)} events read" in served.stdout.read()
+            assert served.wait(60) == 0
+        finally:
+            served.kill()
+    with pytest.raises(OSError, match="refused"):
+        scraped(url)
 
 
 def scraped(url: str) -> dict[str, tuple[float, str]]:
