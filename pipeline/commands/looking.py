@@ -121,8 +121,8 @@ def why(run: str | None, until: str | None, now: str | None, patience: float, as
 )
 @click.option("--diff", "other", metavar="MOMENT", help="How states differ between --until and this moment.")
 @click.option("--check", is_flag=True, help="Compare every command with the log; exit code 1 at a difference.")
-@click.option("--drop", metavar="EVENT", help="What if this event had not come?")
-@click.option("--delay", metavar="EVENT", help="What if this event had come later?")
+@click.option("--drop", metavar="EVENT", help="What if this event had not come? Only those that took it are run again.")
+@click.option("--delay", metavar="EVENT", help="What if it had come later? Only those that took it are run again.")
 @click.option("--by", "by_s", metavar="S", type=SECONDS, help="How much later: 60 if left out.")
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 def replay(run: str | None, **how: Any) -> None:

@@ -64,7 +64,7 @@ def run(directory: RunDir, how: Request, note: Callable[[str], None]) -> tuple[E
     recorded = Recorded.read(directory, config, how.actor)
     by_s = None if how.delay is None else LATER_S if how.by_s is None else how.by_s
     found = what_if(recorded, how.drop or how.delay or "", by_s)
-    return Exit.DONE, map(_json, found) if how.as_json else (line for each in found for line in show.other_course(each))
+    return Exit.DONE, map(_json, found) if how.as_json else show.other_courses(found)
 
 
 def _look(directory: RunDir, config: RunConfig, how: Request, note: Callable[[str], None]) -> Iterator[str]:

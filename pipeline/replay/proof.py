@@ -28,6 +28,8 @@ from pipeline.replay.sought import Page, Sought, open_course
 from pipeline.replay.tracks import Track
 from pipeline.rundir import CODE, RunDir
 
+END_S = 10.0
+"""How long a process may take to be gone once it has answered, or closed its end. None outlives this one."""
 ALONE = 20_000
 """Steps that are checked by this process itself: others would take longer to start."""
 
@@ -150,12 +152,12 @@ def _outcomes(course: Sought, index: Index, begun: dict[str, Begun], groups: lis
         try:
             answer = msgspec.msgpack.decode(ours.recv_bytes(), type=Answer)
         except EOFError:
-            process.join()
+            process.join(END_S)
             text = f"a process of the check ended (exit code {process.exitcode}): was there memory enough?"
             raise PipelineError(text, Exit.FAILED) from None
         if answer.refused is not None:
             raise PipelineError(answer.refused, Exit.FAILED)
-        process.join()
+        process.join(END_S)
         found += answer.outcomes
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -74,8 +74,15 @@ def verdict(found: Verdict) -> Iterator[str]:
     yield f"{found.actors} actors, {found.steps} steps, {found.events} events: {same}"
 
 
-def other_course(found: WhatIf) -> Iterator[str]:
-    """The outcome of a what-if."""
+def other_courses(found: Sequence[WhatIf]) -> Iterator[str]:
+    """The outcome of a what-if, and where it ends."""
+    for each in found:
+        yield from _other_course(each)
+    names = ", ".join(each.actor for each in found)
+    yield f"the answer ends at {names}: what other actors would have done upon that is not followed"
+
+
+def _other_course(found: WhatIf) -> Iterator[str]:
     yield f"{found.actor} without {found.event}, or with it late:"
     if not found.changes:
         yield "  does the same"

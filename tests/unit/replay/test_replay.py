@@ -270,6 +270,16 @@ def test_dropping_what_nobody_took_is_refused(recorded: Recorded):
         what_if(recorded, "nobody:1.0", None)
 
 
+def test_a_what_if_says_where_its_answer_ends(run: RunDir, recorded: Recorded):
+    event = first(recorded, EngineDrained)[1].id
+    for how in (["--drop", event], ["--delay", event, "--by", "5"]):
+        lines = call(str(run.path), *how).output.splitlines()
+        told = "the answer ends at refit: what other actors would have done upon that is not followed"
+        assert [line for line in lines if "the answer ends at" in line] == [lines[-1]] == [told]
+        assert all(json.loads(line) for line in call(str(run.path), *how, "--json").output.splitlines())
+    assert "Only those that took it are run again" in " ".join(call("--help").output.split())
+
+
 # --- words ---
 
 
