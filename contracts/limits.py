@@ -11,6 +11,8 @@ SNAPSHOT = 256 << 20
 
 TASK = 2 << 20
 """A producer's task: id, cursor and payload as JSON. Each actor that has it in hand keeps it in its state."""
+TASKS = 128 << 20
+"""Tasks that one actor keeps in its state: half of it."""
 TASK_ID = 512
 """Id of a task; many events repeat it."""
 FETCH = 1 << 20

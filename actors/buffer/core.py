@@ -23,6 +23,8 @@ from actors.buffer.state import (
     Group,
     Issued,
     State,
+    keep,
+    kept_by,
     refusal,
     reject,
     with_sample,
@@ -187,16 +189,16 @@ class BufferCore:
         """A task, or samples of it once more, can be taken by a collector from now on."""
         if task.split != "train":
             return state, ()
-        index = task.index
+        index, told = task.index, ()
         if task.only:
             group = state.open.get(index)
             state = state if group is None else replace(state, open={**state.open, index: replace(group, entry=entry)})
         elif index not in state.closed and index not in state.open and index not in state.ready:
-            kept = task if self.config.group_policy == "replace" else replace(task, payload=b"")
-            state = replace(state, issued={**state.issued, index: Issued(kept, entry)})
+            state, told = keep(state, task, entry, self.config)
         if entry not in state.lost:
-            return state, ()
-        return self._lose(replace(state, lost=state.lost - {entry}), index, now)
+            return state, told
+        state, lost = self._lose(replace(state, lost=state.lost - {entry}), index, now)
+        return state, (*told, *lost)
 
     def _tasks_lost(self, state: State, event: DataLost, now: float) -> Step[State]:
         """Nobody will roll these tasks out: what they owe will not come."""
@@ -235,7 +237,7 @@ class BufferCore:
 
     def _group(self, held: Issued, now: float) -> Group:
         task = held.task
-        issue = task if self.config.group_policy == "replace" else None
+        issue = task if task.payload else None
         return Group(task.task, task.samples, now + self.config.group_deadline_s, issue=issue, entry=held.entry)
 
     # --- arrivals ---
@@ -290,6 +292,7 @@ class BufferCore:
             return self._drop(state, index, group, "flat", now)
         ended = () if group.late_at is None else _no_longer_late(index, group, now)
         if group.issue is not None or ended:
+            state = replace(state, kept=state.kept - kept_by(group))
             group = replace(group, issue=None, late_at=None)
         return replace(state, open=without(state.open, index), ready={**state.ready, index: group}), ended
 
@@ -381,6 +384,7 @@ class BufferCore:
             ready=without(state.ready, index),
             closed=state.closed.add(index),
             dropped=state.dropped + 1,
+            kept=state.kept - kept_by(group),
         )
         event = GroupDropped(task=group.task, index=index, reason=reason, samples=len(group.samples))
         keys = tuple(sample.payload.key for sample in group.samples)

@@ -10,8 +10,11 @@ from msgspec.structs import replace
 
 from actors.buffer.marks import Marks
 from actors.waits import Wait
-from contracts.core import Emit, Release
+from config.schema import BufferConfig
+from contracts import limits
+from contracts.core import Emit, Release, Step
 from contracts.events import (
+    ActorFailed,
     GroupRef,
     PayloadRef,
     Provenance,
@@ -36,7 +39,8 @@ class Sample(msgspec.Struct, frozen=True):
 
 
 class Issued(msgspec.Struct, frozen=True):
-    """A task of which no result has come, and its entry in the stream. Its payload is kept only to issue it again."""
+    """A task of which no result has come, and its entry in the stream. Its payload is empty unless it may be issued
+    again."""
 
     task: TaskIssued
     entry: str
@@ -116,6 +120,10 @@ class State(msgspec.Struct, frozen=True):
     finished_rounds: Marks = Marks()
     wait: Wait | None = None
     """For the groups of a batch, while the trainer has none in hand."""
+    kept: int = 0
+    """Bytes of the payloads of tasks that may be issued again."""
+    crowded: bool = False
+    """Some were not kept, for want of room, and that was told."""
     stopping: bool = False
     broken: bool = False
     """The sampler broke its contract: nothing is picked any more."""
@@ -127,6 +135,32 @@ class State(msgspec.Struct, frozen=True):
     def outstanding(self) -> int:
         """Batches emitted and not trained, or to be trained again."""
         return self.target() - self.trained
+
+
+def keep(state: State, task: TaskIssued, entry: str, config: BufferConfig) -> Step[State]:
+    """Remember a task that was issued; its payload too, if it may be issued again and there is room for it."""
+    again = config.group_policy == "replace"
+    before = state.issued.get(task.index)  # a requeued one comes twice
+    others = state.kept if before is None else state.kept - len(before.task.payload)
+    fits = others + len(task.payload) <= limits.TASKS
+    told: tuple[Any, ...] = ()
+    if again and not fits and not state.crowded:
+        message = (
+            f"buffer.group_policy=replace: the tasks of unfinished groups have more than {limits.TASKS:,} bytes "
+            "together; what is above is not kept, so missing samples of those groups are not issued again: lower "
+            f"buffer.groups={config.groups}, or shorten the tasks' payloads"
+        )
+        told = (Emit(ActorFailed(actor="buffer", error="TasksTooLarge", message=message, fatal=False)),)
+    if not (again and fits):
+        task = replace(task, payload=b"")
+    issued = {**state.issued, task.index: Issued(task, entry)}
+    kept, crowded = others + len(task.payload), state.crowded or bool(told)
+    return replace(state, issued=issued, kept=kept, crowded=crowded), told
+
+
+def kept_by(group: Group) -> int:
+    """Bytes that are free when the group needs its task no more."""
+    return 0 if group.issue is None else len(group.issue.payload)
 
 
 def lag_of(oldest: int | None, step: int) -> int:

@@ -29,6 +29,7 @@ from actors.collector.messages import (
 )
 from actors.states import without
 from config.schema import RolloutConfig
+from contracts import limits
 from contracts.core import Ack, Booted, Delivered, Emit, LeaseLost, Ref, Step, Tick
 from contracts.events import (
     FailureKind,
@@ -125,8 +126,11 @@ class CollectorCore:
         if not _able(state):
             return {}
         # In an outage one task at a time finds out whether it is over.
-        room = self.config.open_groups if state.outage is None else 1
-        return {"tasks": max(0, room - len(state.open))}
+        room = (self.config.open_groups if state.outage is None else 1) - len(state.open)
+        if self.config.open_groups * limits.TASK > limits.TASKS:
+            held = sum([len(each.task.payload) for each in state.open.values()])
+            room = min(room, (limits.TASKS - held) // limits.TASK)
+        return {"tasks": max(0, room)}
 
     def holds(self, state: State, ref: Ref) -> bool:
         """Whether the task is in hand: how often the collector may crash with it is counted here (`CRASHES`)."""

@@ -303,6 +303,13 @@ class Run(RuleBasedStateMachine):
         assert sorted(released + in_batch + held) == sorted(self.origin)
 
     @invariant()
+    def the_bytes_that_are_kept_are_those_of_the_tasks_that_may_be_issued_again(self) -> None:
+        state = self.buffer.state
+        tasks = [held.task for held in state.issued.values()]
+        tasks += [group.issue for groups in (state.open, state.ready) for group in groups.values() if group.issue]
+        assert state.kept == sum(len(task.payload) for task in tasks)
+
+    @invariant()
     def every_delivery_is_acked(self) -> None:
         rejected = len(self.buffer.of(TrajectoryRejected))
         assert self.buffer.acked >= self.serial >= rejected

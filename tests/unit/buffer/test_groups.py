@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from config.schema import RolloutConfig
-from contracts.events import EngineQuarantined, GroupDropped, Member, Provenance, WaitEnded, WaitStarted
+from contracts import limits
+from contracts.core import Delivered, Ref
+from contracts.envelope import Envelope
+from contracts.events import (
+    ActorFailed,
+    EngineQuarantined,
+    GroupDropped,
+    Member,
+    Provenance,
+    TaskIssued,
+    WaitEnded,
+    WaitStarted,
+)
 from tests.unit.buffer.harness import ENGINE, started
 
 # --- lost tasks ------------------------------------------------------------------------------------------------------
@@ -127,8 +141,51 @@ def test_a_lost_task_is_issued_again_and_so_is_a_lost_replacement():
         buffer.lose(f"{buffer.count}-0")
     assert len(buffer.issued_again()) == 2
     assert buffer.drops() == [(0, "lost")]
-    buffer.event(again)
+    buffer.event(buffer.issued_again()[-1])
     assert buffer.state.open == buffer.state.issued == {}
+
+
+def test_tasks_are_kept_to_be_issued_again_as_far_as_there_is_room_for_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(limits, "TASKS", 5)
+    buffer = started(groups=2, group_policy="replace", replacements=1, group_deadline_s=10.0)
+    for index in range(4):
+        buffer.issue(index)
+    buffer.issue(1)  # a dead letter that was requeued
+    (told,) = buffer.of(ActorFailed)
+    assert (told.error, told.fatal) == ("TasksTooLarge", False)
+    assert "buffer.group_policy=replace" in told.message
+    assert "lower buffer.groups=2, or shorten" in told.message
+    assert buffer.state.kept == 4
+    for index in range(4):
+        buffer.sample(index, 0)
+    buffer.tick(10.0)
+    assert [task.index for task in buffer.issued_again()] == [0, 1]
+    assert buffer.drops() == [(2, "too_few_valid"), (3, "too_few_valid")]
+    buffer.sample(0, 1)
+    assert buffer.state.kept == 2
+    buffer.issue(4)
+    assert buffer.state.kept == 4
+    buffer.tick(20.0)
+    assert buffer.drops()[2:] == [(1, "too_few_valid")]
+    assert buffer.state.kept == 2, "that of group 4"
+    assert len(buffer.of(ActorFailed)) == 1
+
+
+@pytest.mark.parametrize("policy", ["shrink", "replace"])
+def test_a_buffer_that_holds_the_largest_tasks_has_a_state_that_the_store_takes(policy: Any):
+    buffer = started(groups=128, group_policy=policy)
+    payload = b" " * (limits.TASK - limits.TASK_ID)
+    core, state, size = buffer.core, buffer.state, 0
+    for index in range(256):
+        task = TaskIssued(task=f"t{index}", index=index, samples=2, payload=payload, producer="p", seed=0)
+        envelope: Envelope[Any] = Envelope(
+            id="x", run="r", stream="tasks", actor="x", boot=1, epoch=0, wall_ns=0, mono_ns=0, body=task
+        )
+        state, _ = core.step(state, Delivered(Ref("tasks", f"{index + 9}-0"), envelope), 0.0)
+        size = sum(len(held.task.payload) for held in state.issued.values())
+    assert len(state.issued) == 256
+    assert size == (0 if policy == "shrink" else 64 * len(payload))
+    assert size <= limits.TASKS <= limits.SNAPSHOT // 2
 
 
 # --- wait ------------------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from actors.collector.core import (
     Try,
 )
 from config.schema import AttemptsConfig, RolloutConfig
+from contracts import limits
 from contracts.core import Ack, Booted, Delivered, Emit, LeaseLost, Ref, Tick
 from contracts.envelope import STREAM_OF, Envelope
 from contracts.events import (
@@ -320,6 +321,20 @@ def test_results_of_another_attempt_or_a_settled_sample_are_thrown_away() -> Non
     assert collector.problem(ref, 1) == []
     assert collector.gone(ref, Try(1, 1)) == []
     assert collector.done(Ref("tasks", "9-9"), 0, handle="foreign") == [Discard("foreign")]
+
+
+def test_no_more_tasks_are_taken_than_a_state_can_hold_if_each_is_as_large_as_one_may_be() -> None:
+    collector = ready(open_groups=1000)
+    full = limits.TASKS // limits.TASK
+    assert collector.core.intake(collector.state) == {"tasks": full}
+    collector.task(0)
+    assert collector.core.intake(collector.state) == {"tasks": full - 1}, "the next may be large"
+    held = collector.state.open["0-7"]
+    large = msgspec.structs.replace(held.task, payload=b" " * limits.TASK)
+    for index in range(1, 200):
+        tasks = {**collector.state.open, f"{index}-7": msgspec.structs.replace(held, task=large)}
+        collector.state = msgspec.structs.replace(collector.state, open=tasks)
+        assert collector.core.intake(collector.state)["tasks"] == max(0, full - 1 - index)
 
 
 # --- gateway ---------------------------------------------------------------------------------------------------------
