@@ -23,7 +23,7 @@ from pipeline.bus.link import Link
 from pipeline.bus.lua import Key
 from pipeline.bus.model import Claimed, Commit, Committed, Depth, Followed, Lease, Limits, Received, Trimmed, WorkEntry
 from pipeline.bus.packing import pack, unpack
-from pipeline.bus.reading import Reader, predecessor
+from pipeline.bus.reading import ROOM, Reader, predecessor
 
 DEFAULT_LIMITS = Limits()
 FETCH = 32
@@ -306,15 +306,14 @@ class Bus:
 
     async def journal(self, actor: str | None = None, *, after: int = 0) -> list[bytes]:
         """An actor's journal records, of this one by default, with sequence numbers above `after`, in order."""
-        key = self.keys.journal(actor or self.actor)
+        key = Key(self.keys.journal(actor or self.actor))
         records: list[bytes] = []
-        start = f"{after + 1}-0"
-        while True:
-            page = await self._link.command("XRANGE", key, start, "+", "COUNT", JOURNAL_PAGE)
+        last, more = f"{after}-0", 1
+        while more:
+            ((page, more),) = await self._link.call(scripts.page([(key, last, JOURNAL_PAGE)], ROOM))
             records += [fields[1] for _, fields in page]
-            if len(page) < JOURNAL_PAGE:
-                return records
-            start = "(" + page[-1][0].decode()
+            last = page[-1][0].decode() if page else last
+        return records
 
     async def cursors(self, actor: str | None = None) -> dict[str, str]:
         """Stream -> id of the last broadcast entry that an actor, this one by default, has committed to have read."""

@@ -12,16 +12,20 @@ from contracts.core import Entry
 from pipeline.bus import scripts
 from pipeline.bus.keys import Keys
 from pipeline.bus.link import Link
-from pipeline.bus.lua import Key
+from pipeline.bus.lua import Call, Key
 from pipeline.bus.model import Claimed, Followed, Gap, Received, WorkEntry
 
 PAGE = 512
 """Entries of each broadcast stream in one reply at most, when all are asked for."""
+FIRST = 16
+"""Of them in the first reply, whose bytes nothing bounds: as a rule that is all there is."""
+ROOM = 16 << 20
+"""Bytes of each reply behind it, shared out among the streams; each may go beyond its part by one entry."""
 _LOST: Any = object()
 
 Rows = dict[str, list[Any]]
 """Stream -> (id, fields) of its entries, in order."""
-Read = Callable[[list[Any]], Awaitable[Any]]
+Evaluate = Callable[[Call[Any]], Awaitable[Any]]
 
 
 class Reader:
@@ -60,7 +64,7 @@ class Reader:
             left_ms = max(0, int((deadline - time.monotonic()) * 1000))
             commands = [self._group_read(wanted, group, min(wanted.values()), left_ms)]
             if cursors:
-                commands.append(self._read(cursors, 0, PAGE))
+                commands.append(self._read(cursors, 0, min(FIRST, PAGE)))
             found = await self._sure(wanted, group, lambda commands=commands: self._both(commands), left_ms)
             if found is not _LOST:
                 work, rows = found
@@ -71,10 +75,7 @@ class Reader:
         work, *news = await self._link.once(*commands)
         rows = self._rows(news[0] if news else None)
 
-        async def read(command: list[Any]) -> Any:
-            return (await self._link.once(command))[0]
-
-        await self._complete(rows, read)
+        await self._complete(rows, self._link.evaluate)
         return work, rows
 
     async def _again(self, wanted: Mapping[str, int], group: str) -> list[WorkEntry]:
@@ -151,30 +152,40 @@ class Reader:
         """See `Bus.follow`."""
         if not cursors:
             return Followed([], [])
-        reply = await self._link.command(*self._read(cursors, block_ms, count), block_ms=block_ms)
-        return self._events(self._rows(reply), cursors)
+        first = min(FIRST, count)
+        rows = self._rows(await self._link.command(*self._read(cursors, block_ms, first), block_ms=block_ms))
+        if first < count and _full(rows, first):
+            # Of all streams, so that nothing came in between.
+            ends = {stream: _end(rows, stream, cursor) for stream, cursor in cursors.items()}
+            more = await self._page(rows, ends, count, self._link.call)
+            _settle(rows, [stream for stream in more if len(rows[stream]) < count])
+        return self._events(rows, cursors)
 
     async def behind(self, cursors: Mapping[str, str]) -> Followed:
         """See `Bus.catch_up`."""
         if not cursors:
             return Followed([], [])
-
-        async def read(command: list[Any]) -> Any:
-            return await self._link.command(*command)
-
-        rows = self._rows(await read(self._read(cursors, 0, PAGE)))
-        await self._complete(rows, read)
+        rows = self._rows(await self._link.command(*self._read(cursors, 0, min(FIRST, PAGE))))
+        await self._complete(rows, self._link.call)
         return self._events(rows, cursors)
 
-    async def _complete(self, rows: Rows, read: Read) -> None:
-        """Read on in streams whose page was full: all is there that was in the store at the first reading."""
-        full = {stream for stream, found in rows.items() if len(found) == PAGE}
-        while full:
-            ends = {stream: rows[stream][-1][0].decode() for stream in full}
-            page = self._rows(await read(self._read(ends, 0, PAGE)))
-            for stream, found in page.items():
-                rows[stream] += found
-            full = {stream for stream, found in page.items() if len(found) == PAGE}
+    async def _complete(self, rows: Rows, call: Evaluate) -> None:
+        """Read on in streams of which there may be more: all is there that was in the store at the first reading."""
+        more = _full(rows, min(FIRST, PAGE))
+        while more:
+            longest = max(len(rows[stream]) for stream in more)
+            more = await self._page(rows, {stream: _end(rows, stream) for stream in more}, longest + PAGE, call)
+
+    async def _page(self, rows: Rows, ends: Mapping[str, str], count: int, call: Evaluate) -> set[str]:
+        """Read on behind `ends`, up to `count` rows of each stream; answers those of which there may be more."""
+        places = [
+            (Key(self._keys.stream(stream)), end, count - len(rows.get(stream, ()))) for stream, end in ends.items()
+        ]
+        replies = await call(scripts.page(places, ROOM // len(places)))
+        for stream, (found, _) in zip(ends, replies, strict=True):
+            if found:
+                rows[stream] = rows.get(stream, []) + found
+        return {stream for stream, (_, more) in zip(ends, replies, strict=True) if more}
 
     def _read(self, cursors: Mapping[str, str], block_ms: int, count: int) -> list[Any]:
         block = ["BLOCK", block_ms] if block_ms else []
@@ -201,6 +212,26 @@ class Reader:
                 gaps.append(Gap(name, cursor, missing))
         entries.sort(key=lambda entry: number(entry.entry))
         return Followed(entries, gaps)
+
+
+def _full(rows: Rows, count: int) -> set[str]:
+    return {stream for stream, found in rows.items() if len(found) == count}
+
+
+def _end(rows: Rows, stream: str, cursor: str = "0-0") -> str:
+    """The last entry read of a stream; `cursor` if there is none."""
+    return rows[stream][-1][0].decode() if stream in rows else cursor
+
+
+def _settle(rows: Rows, cut: Iterable[str]) -> None:
+    """Where a stream was cut the whole reading ends, for it has events in the order of commits. Each has got further.
+
+    A journal's numbers are its own.
+    """
+    ends = [number(_end(rows, stream)) for stream in cut if not stream.startswith("journal:")]
+    if ends:
+        for stream, found in rows.items():
+            rows[stream] = [row for row in found if number(row[0].decode()) <= min(ends)]
 
 
 def predecessor(fields: Sequence[bytes]) -> str:

@@ -148,6 +148,32 @@ def advance(fences: Key, cursors: Key, actor: str, boot: int, positions: Sequenc
 
 
 @script
+def page(streams: Sequence[tuple[Key, str, int]], room: int) -> list[list[Any]]:
+    """
+    -- So many entries of each stream behind its cursor; no more of one once those read of it have `room` bytes.
+    -- Answers {{{{id, fields}}, 1 if there may be more}} in the order of the streams.
+    local out = {}
+    for i, stream in ipairs(streams) do
+      local rows, cursor, most, left, ended = {}, stream[2], tonumber(stream[3]), tonumber(room), false
+      while not ended and #rows < most and left > 0 do
+        local asked = math.min(4, most - #rows)
+        local found = redis.call('XRANGE', stream[1], '(' .. cursor, '+', 'COUNT', asked)
+        ended = #found < asked
+        for _, entry in ipairs(found) do
+          if left <= 0 then ended = false break end
+          cursor = entry[1]
+          rows[#rows + 1] = entry
+          left = left - #entry[2][2]
+        end
+      end
+      out[i] = {rows, ended and 0 or 1}
+    end
+    return out
+    """
+    ...
+
+
+@script
 def redeliver(stream: Key, group: str, consumer: str, held: Sequence[str], count: int) -> list[list[Any]]:
     """
     -- Deliver again up to `count` entries that the consumer owns but does not hold in memory, oldest first.

@@ -350,12 +350,15 @@ class Trips:
 
     def __init__(self, bus: Bus, then: Callable[[], Awaitable[Any]] | None = None) -> None:
         self.sent: list[tuple[Any, ...]] = []
+        self.largest = 0
+        """Of the replies, in characters of their text."""
         self._once, self._then = bus._link.once, then
         bus._link.once = self.once  # type: ignore[method-assign]
 
     async def once(self, *commands: Any) -> list[Any]:
         replies = await self._once(*commands)
-        self.sent.append(tuple(command[0] for command in commands))
+        self.sent.append(tuple(command[0].replace("EVALSHA", "EVAL") for command in commands))
+        self.largest = max(self.largest, *(len(repr(reply)) for reply in replies))
         if self._then is not None and len(self.sent) == 1:
             await self._then()
         return replies
@@ -388,7 +391,48 @@ async def test_work_comes_with_all_events_before_it_however_many_in_one_round_tr
     assert [e.entry for e in received.news.entries] == ids
     assert received.news.gaps == []
     assert [e.data for e in received.work] == [b"behind them"]
-    assert trips.sent == [BOTH, *[("XREAD",)] * pages]
+    assert trips.sent == [BOTH, *[("EVAL",)] * pages]
+
+
+async def test_what_one_reply_holds_is_bounded_in_bytes_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "FIRST", 2)
+    monkeypatch.setattr(reading, "ROOM", 4000)
+    bus = await store.bus("a")
+    streams = [*["news", "fleet"] * 20, "fleet"]
+    ids = [await bus.post(stream, bytes([65 + n]) * 1000) for n, stream in enumerate(streams)]
+    small = await bus.post("small", b"in between")
+    ids += [small, *[await bus.post("news", b"x") for _ in range(30)]]
+    everything = {"news": START, "fleet": START, "small": START}
+    trips = Trips(bus)
+    found = await bus.catch_up(everything)
+    assert [entry.entry for entry in found.entries] == ids
+    assert len(trips.sent) > 5
+    assert 3000 < trips.largest < 8000, "room, and an entry of each stream more"
+
+    cursors, read, turns = everything, [], 0
+    while found := (await bus.follow(cursors, block_ms=None, count=99)).entries:
+        read += [entry.entry for entry in found]
+        cursors = {**cursors, **{entry.stream: entry.entry for entry in found}}
+        turns += 1
+    assert read == ids, "each reading ends everywhere at one event"
+    assert turns > 5
+    assert trips.largest < 8000
+    assert len(await bus.read_after({"small": START, "news": ids[-9]}, block_ms=None, count=3)) == 4
+
+
+async def test_a_journal_is_read_in_pages_bounded_in_bytes_too(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "FIRST", 2)
+    for module in (reading, client):
+        monkeypatch.setattr(module, "ROOM", 5000)
+    bus, boot = await booted(store, "a")
+    records = [bytes([65 + n]) * 1000 for n in range(20)]
+    await bus.commit(Commit(boot=boot, seq_from=0, seq_to=20, journal=records))
+    trips = Trips(bus)
+    assert await bus.journal() == records
+    assert await bus.journal(after=7) == records[7:]
+    assert trips.largest < 8000
+    cut = [await bus.read_after({"journal:a": f"{n}-0"}, block_ms=None, count=99) for n in (0, 15, 20)]
+    assert [[entry.data for entry in each] for each in cut] == [records[:7], records[15:], []]
 
 
 async def test_all_behind_the_cursors_is_read_in_pages_and_gaps_in_any_of_them_are_told(

@@ -94,6 +94,13 @@ MUTANTS = (
     Mutant(
         "advance", "second part only if equal", "(ms == stored_ms and seq > stored_seq)", "seq > stored_seq", "advance"
     ),
+    # page
+    Mutant("page", "bytes", "left = left - #entry[2][2]", "", "reply_holds or journal_is_read"),
+    Mutant("page", "bytes of each entry", "if left <= 0 then ended = false break end", "", "reply_holds"),
+    Mutant("page", "what was cut is told", "then ended = false break end", "then break end", "reply_holds"),
+    Mutant("page", "behind the cursor", "'(' .. cursor", "cursor", "reply_holds or all_behind"),
+    Mutant("page", "count", "'COUNT', asked", "'COUNT', 4", "reply_holds"),
+    Mutant("page", "a full one may go on", "ended and 0 or 1", "0", "reply_holds or work_comes"),
     # redeliver
     Mutant("redeliver", "not what is held", "not skip[id] and ", "", "unfinished or lost"),
     Mutant("redeliver", "count", "if #out == room then return out end", "", "unfinished or boot"),
