@@ -10,6 +10,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from actors.engine import in_order
 from contracts.engine import EngineError
 from contracts.events import TensorSpec
 from contracts.weights import Checksum
@@ -174,6 +175,37 @@ class HttpEngineClient:
         body = _distributed(tensors, group, version, "flattened_bucket") | {"flush_cache": flush}
         await self._update("/update_weights_from_distributed", body, timeout)
 
+    async def receive_all(
+        self,
+        buckets: Sequence[Sequence[TensorSpec]],
+        group: str,
+        version: str | None,
+        timeout: float,
+        flush: bool,
+        ahead: int,
+    ) -> None:
+        """`receive` of each bucket, in order; the calls for the `ahead` next ones are there while one is loaded.
+
+        With `flush` the cache is flushed behind the last one. Not through a proxy, which might part the calls.
+        """
+        path, last = "/update_weights_from_distributed", len(buckets) - 1
+
+        def check(answer: in_order.Answer) -> None:
+            _updated(path, Answer(answer.status, "", answer.body))
+
+        bodies = (
+            msgspec.json.encode(
+                _distributed(tensors, group, version, "flattened_bucket") | {"flush_cache": flush and number == last}
+            )
+            for number, tensors in enumerate(buckets)
+        )
+        try:
+            await in_order.post(self.url, path, bodies, ahead, timeout, ANSWER_LIMIT, check)
+        except TimeoutError as error:
+            raise CallError(path, None, f"deadline of {timeout:.3g} s passed") from error
+        except (in_order.Broken, OSError) as error:
+            raise CallError(path, None, f"{type(error).__name__}: {error}") from error
+
     async def take(self, parts: Sequence[str], version: str, timeout: float, flush: bool = False) -> None:
         """POST /update_weights_from_tensor: load one bucket of shared memory. `parts`: its place, for each rank.
 
@@ -230,9 +262,7 @@ class HttpEngineClient:
         return _ok(path, await self._call("POST", path, msgspec.json.encode(body), timeout, limit))
 
     async def _update(self, path: str, body: Mapping[str, Any], timeout: float) -> None:
-        answer = await self._post(path, body, timeout)
-        if not _parse(path, answer, _Outcome).success:
-            raise CallError(path, answer.status, answer.text)
+        _updated(path, await self._call("POST", path, msgspec.json.encode(body), timeout, ANSWER_LIMIT))
 
     async def _call(self, method: str, path: str, body: bytes | None, timeout: float, limit: int) -> Answer:
         async with self._open(method, path, body, timeout, limit) as reply:
@@ -294,6 +324,11 @@ def _distributed(tensors: Sequence[TensorSpec], group: str, version: str | None,
         "load_format": form,
         "torch_empty_cache": False,
     }
+
+
+def _updated(call: str, answer: Answer) -> None:
+    if not _parse(call, _ok(call, answer), _Outcome).success:
+        raise CallError(call, answer.status, answer.text)
 
 
 def _ok(call: str, answer: Answer) -> Answer:

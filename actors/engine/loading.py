@@ -17,6 +17,8 @@ from contracts.weights import digest
 
 CALL_S = 5.0
 """How long the server may take to answer a call that has nothing to wait for; beyond that it counts as hung."""
+AHEAD = 1
+"""Buckets whose calls SGLang's own receiver has beside the one that it loads."""
 FLUSH_S = 1.0
 """How long one flush waits for the server to be idle."""
 
@@ -121,6 +123,12 @@ class Loading:
             order = iter(flushes)
             take = self._client.take
             await self._take(len(flushes), lambda parts, left: take(parts, version, left, next(order)))
+            return
+        if self._config.engine.kind == "sglang":  # nothing is between this actor and a server of its own
+            # a bucket that is refused leaves the server in the next one's collective: so not before all fitted once
+            ahead = 0 if command.fresh else AHEAD
+            parts, flush = [bucket.tensors for bucket in self._buckets], self._flushed_behind
+            await self._client.receive_all(parts, command.group, version, self._left(), flush, ahead)
             return
         for bucket, flush in zip(self._buckets, flushes, strict=True):
             await self._client.receive(bucket.tensors, command.group, version, self._left(), flush)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from actors.engine import loading
 from actors.engine.inside import mix64
 from actors.refit.transports.choice import settings
 from tests.lanes.gpu.bench import Bench, Shape
@@ -35,9 +36,12 @@ BUCKETS = (256, 128, 512, 1024)
 
 
 class Case(NamedTuple):
+    """`ahead`: how many buckets' calls SGLang's own receiver has beside the one that it loads."""
+
     receiver: str
     transport: str
     bucket_mib: float | None
+    ahead: int = 1
 
 
 def arguments() -> argparse.Namespace:
@@ -57,7 +61,8 @@ def cases(args: argparse.Namespace) -> list[Case]:
     sizes = (0.01, 0.05) if args.tiny else BUCKETS
     found = [Case(receiver, transport, None) for receiver in ("direct", "sglang") for transport in (over, "ipc")]
     found += [Case("direct", over, size) for size in sizes]
-    found += [Case("sglang", transport, size) for transport in (over, "ipc") for size in sizes]
+    found += [Case("sglang", over, size, ahead) for size in (None, *sizes) for ahead in (1, 0)][1:]
+    found += [Case("sglang", "ipc", size) for size in sizes]
     alone = args.device == "cuda" and torch.cuda.device_count() < 2
     found = [case for case in found if case.transport == "ipc" or not alone]
     return [case for case in found if args.only in "-".join(map(str, case))]
@@ -143,6 +148,7 @@ class Lane:
     async def refits(self, case: Case) -> dict[str, Any]:
         bench = await self.boots()
         bench.use(case.receiver, case.transport, case.bucket_mib)
+        loading.AHEAD = case.ahead
         times: list[dict[str, float]] = []
         gaps, stale = [], []
         for number in range(self.args.refits):

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from actors.engine import actor as actor_module
 from actors.engine import core as core_module
-from actors.engine import operations
+from actors.engine import in_order, operations
 from actors.engine import server as server_module
 from actors.engine.actor import EngineShell, ServerGone, build
 from actors.engine.client import CallError
@@ -175,6 +175,29 @@ async def test_sglangs_cache_is_flushed_by_the_call_that_loads_the_last_bucket(b
         assert bench.server.paths() == ["/flush_cache", "/init_weights_update_group", update, update]
         assert [body["flush_cache"] for path, body in bench.server.calls if path == update] == [False, True]
         assert not any(body["torch_empty_cache"] for path, body in bench.server.calls if path == update)
+
+
+async def test_buckets_are_called_for_ahead_once_all_of_them_fitted_and_never_through_a_server_of_others(
+    benches: Benches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    post = in_order.post
+
+    async def noted(*given: Any) -> None:
+        asked.append(given[3])
+        await post(*given)
+
+    monkeypatch.setattr(in_order, "post", noted)
+    for kind, ahead in (("sglang", [0, 1, 0]), ("external", [])):
+        settings = config(kind=kind, receiver="sglang")
+        async with benches(settings) as bench:
+            for epoch, group in enumerate("aab", 1):
+                await bench.serve(epoch, group, fresh=epoch != 2)
+            calls = [body for path, body in bench.server.calls if path == "/update_weights_from_distributed"]
+            assert [call["names"] for call in calls] == 3 * [["a", "b"], ["c"]]
+            assert [call["flush_cache"] for call in calls] == 3 * [False, kind == "sglang"]
+        assert asked == ahead
+        asked.clear()
 
 
 async def test_our_own_server_tells_its_digest(benches: Benches) -> None:

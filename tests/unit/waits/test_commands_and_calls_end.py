@@ -172,7 +172,16 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def arguments(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
     """Something for every parameter that has no default."""
     needed = [p.name for p in inspect.signature(function).parameters.values() if p.default is inspect.Parameter.empty]
-    fill = {"tensors": (), "parts": ("{}",), "body": {}, "port": 1, "offset": 1, "world_size": 2} | given
+    fill = {
+        "tensors": (),
+        "buckets": ((),),
+        "parts": ("{}",),
+        "body": {},
+        "port": 1,
+        "offset": 1,
+        "world_size": 2,
+        "ahead": 1,
+    } | given
     return {name: fill.get(name, "x") for name in needed if name != "self"} | given
 
 

@@ -43,6 +43,7 @@ ALLOWED = (
         r"actors/engine/colocated.py:_(connect|say|filled)", r".*", "take bounds the whole transfer, see BY_CALLER"
     ),
     Allowed(r"actors/engine/guard.py:main", r"server.wait\(\)", RUN),
+    Allowed(r"actors/engine/in_order.py:_next_answer", r"reader.*", "post bounds the whole of it, see REMOVED"),
     Allowed(r"actors/engine/proxy.py:_Reply.\w+", r"self._news.wait\(\)", "_run ends the reply at request_deadline_s"),
     Allowed(r"actors/engine/proxy.py:Proxy._generate", r"self._admit\(epoch\)", "COMMIT_S, after which it is refused"),
     Allowed(r"actors/engine/proxy.py:Proxy._run", r"answer.read\(\)", "within forward(timeout)"),
@@ -144,7 +145,7 @@ def allowed(found: Found) -> list[Allowed]:
 
 
 SOURCES = parse(ROOT, "actors", "contracts", "pipeline")
-BY_CALLER = frozenset(("idle", "abort_running", "_connect", "_say", "_filled"))
+BY_CALLER = frozenset(("idle", "abort_running", "_connect", "_say", "_filled", "_next_answer"))
 """Coroutines that leave it to their callers to bound them: each such call is a wait."""
 KNOWN = coroutines(SOURCES) - BY_CALLER
 
@@ -230,6 +231,7 @@ REMOVED = {
     "actors/engine/client.py": ("asyncio.timeout(timeout)", "contextlib.nullcontext()"),
     "actors/engine/operations.py": ("asyncio.timeout(self._left(command.deadline_at))", "self._turn"),
     "actors/engine/colocated.py": ("asyncio.timeout(timeout)", "contextlib.nullcontext()"),
+    "actors/engine/in_order.py": ("asyncio.timeout(timeout)", "contextlib.nullcontext()"),
     "actors/gateway/client.py": ("total=deadline_s + MARGIN_S", "total=None"),
     "actors/refit/probes.py": ("asyncio.timeout(self._fleet.probe_deadline_s), ", ""),
     "actors/refit/transports/collective.py": ("attempt.ended.wait(timeout)", "attempt.ended.wait()"),
