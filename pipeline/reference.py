@@ -40,8 +40,9 @@ def settings() -> str:
 
 def events() -> str:
     """Every event kind: stream, fields, who emits it and what follows."""
-    tree = ast.parse(Path(contracts.events.__file__).read_text())
-    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    files = (Path(contracts.events.__file__).parent / "_events").glob("*.py")
+    trees = [ast.parse(file.read_text()) for file in files]
+    classes = {node.name: node for tree in trees for node in tree.body if isinstance(node, ast.ClassDef)}
     lines = [
         HEADER,
         "# Events\n\n",

@@ -1,0 +1,1 @@
+"""The parts of `contracts.events`, which alone is to be imported."""
