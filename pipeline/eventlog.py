@@ -240,12 +240,6 @@ def _added(run: RunDir, last: dict[str, str]) -> Iterator[tuple[Entry, Envelope[
             return
 
 
-def numbered(run: RunDir, behind: int = 0) -> Iterator[tuple[int, Envelope[Event]]]:
-    """Every archived event behind a place, with its place in the log. Raises `PipelineError` if it is damaged."""
-    found = batches(run, dict.fromkeys(STREAMS, behind) if behind else None)
-    return (item for batch in found for item in zip(batch.positions, batch.envelopes, strict=True))
-
-
 def render(entry: Entry, envelope: Envelope[Event]) -> bytes:
     """One event as JSON: where it is, when it was, its kind, then the envelope."""
     fields: dict[str, Any] = msgspec.to_builtins(envelope, builtin_types=(bytes,), str_keys=True)

@@ -19,6 +19,7 @@ from pipeline import eventlog
 from pipeline.errors import Exit, PipelineError
 from pipeline.rundir import RunDir, RunInfo, config_of
 from pipeline.ui._data import RunData, told
+from pipeline.ui._kept import kept
 from pipeline.why.diagnosis import NOTHING
 
 STATIC = Path(__file__).parent / "ui" / "static"
@@ -34,8 +35,8 @@ COMMON = ("task.issued", "trajectory.finished", "credit.granted", "wait.started"
 """Kinds that are left out of a long log's list."""
 
 
-def write(run: RunDir) -> Path:
-    """Write report.html into the run directory; answers its path.
+def write(run: RunDir, *, trajectories: bool = False) -> Path:
+    """Write report.html into the run directory; answers its path. `trajectories`: with those of the newest groups.
 
     Raises `PipelineError` if the archive is damaged or holds no training step.
     """
@@ -44,12 +45,15 @@ def write(run: RunDir) -> Path:
         data.extend(batch)
     if not data.view.rows:
         raise PipelineError(f"{run.path} has no finished training step to report; see `pipeline log`", Exit.FAILED)
-    atomic.write(run.report, render(data).encode())
+    atomic.write(run.report, render(data, kept(run, data) if trajectories else None).encode())
     return run.report
 
 
-def render(data: RunData) -> str:
-    """The page. Its policy lets nothing run or apply but what is written here, by the hashes of these texts."""
+def render(data: RunData, samples: dict[str, Any] | None = None) -> str:
+    """The page; `samples` as `kept` answers them.
+
+    Its policy lets nothing run or apply but what is written here, by the hashes of these texts.
+    """
     library, style = _read("vendor/uPlot.iife.min.js"), _read("vendor/uPlot.min.css") + _read("app.css")
     script = bundle()
     policy = (
@@ -62,7 +66,7 @@ def render(data: RunData) -> str:
         style=style,
         library=library,
         script=script,
-        data=msgspec.json.encode(embedded(data)).decode().replace("<", "\\u003c"),
+        data=msgspec.json.encode(embedded(data) | {"samples": samples}).decode().replace("<", "\\u003c"),
     )
 
 

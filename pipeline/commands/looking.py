@@ -146,11 +146,11 @@ def diff(first: str, second: str, as_json: bool) -> None:
     """
     import msgspec
 
-    from pipeline import eventlog, parting
+    from pipeline import parting, reading
     from pipeline.replay.states import changes
 
     runs = [recorded(name) for name in (first, second)]
-    one, two = (partial(eventlog.numbered, run) for run in runs)
+    one, two = (partial(reading.numbered, run) for run in runs)
     settings = list(changes(runs[0].info().config, runs[1].info().config))
     found = parting.compare(one, two, parting.end_of(runs[1]), settings)
     if as_json:
@@ -261,8 +261,10 @@ def _left_out(damage: list[str]) -> None:
 
 @click.command()
 @click.argument("run", required=False)
-def report(run: str | None) -> None:
+@click.option("--trajectories", is_flag=True, help="With prompts and answers of the newest groups, up to 4 MiB.")
+def report(run: str | None, trajectories: bool) -> None:
     """Write a run's report.html from its archive."""
     from pipeline import report as reporting
 
-    click.echo(reporting.write(recorded(run)))
+    path = reporting.write(recorded(run), trajectories=trajectories)
+    click.echo(f"{path}, which holds prompts and answers" if trajectories else path)

@@ -18,7 +18,7 @@ from config.schema import RunConfig
 from contracts.core import Entry
 from contracts.envelope import STREAMS, WORK_STREAMS, Envelope, decode
 from contracts.events import ActorBooted, RunStopping
-from pipeline import eventlog
+from pipeline import eventlog, reading
 from pipeline.errors import PipelineError
 from pipeline.eventlog import Batch
 from pipeline.moments import Moment
@@ -109,7 +109,7 @@ def gather(run: RunDir, config: RunConfig, until: Moment | None = None, *, look:
     """
     follower = Follower(until)
     with uncollected():
-        for batch in eventlog.batches(run):
+        for batch in reading.told(run, eventlog.batches(run)):
             if not follower.extend(batch):
                 break
     live = until is None and follower.model.finished is None and archive.has_writer(run.events)

@@ -36,9 +36,24 @@ function fromReport(name, params) {
     if (!found) throw new Error("this event is not part of the report: open the run with `pipeline ui`");
     return found;
   }
-  if (name === "samples") return { total: 0, offset: 0, samples: [] };
+  if (name === "samples") return reportSamples(params);
+  if (name === "sample") return embedded.samples.tokens[params.row];
   if (!(name in embedded)) throw new Error(`a report holds no ${name}`);
   return embedded[name];
+}
+
+function reportSamples(params) {
+  const keys = { lowest: (each) => each.reward, highest: (each) => -each.reward, longest: (each) => -each.tokens };
+  const key = keys[params.order];
+  const found = embedded.samples.samples.filter(
+    (each) =>
+      (!params.index || each.index === Number(params.index)) &&
+      (!params.version || (each.versions.length && each.versions[0] <= Number(params.version) && Number(params.version) <= each.versions.at(-1))) &&
+      (!params.split || each.split === params.split),
+  );
+  if (key) found.sort((one, other) => key(one) - key(other));
+  const first = params.offset || 0;
+  return { total: found.length, offset: first, samples: found.slice(first, first + params.limit) };
 }
 
 function reportEvents(params) {

@@ -7,7 +7,7 @@ import { Detail, Events } from "./events.js";
 import { Samples } from "./samples.js";
 import { Timeline } from "./timeline.js";
 
-const VIEWS = embedded ? ["overview", "timeline", "events"] : ["overview", "timeline", "events", "trajectories"];
+const VIEWS = ["overview", "timeline", "events", ...(embedded && !embedded.samples ? [] : ["trajectories"])];
 const STATES = { loading: "reading the log", live: "live", lost: "store lost", archived: "archived", stopped: "not followed", gone: "server gone" };
 
 class App {

@@ -214,7 +214,7 @@ export class Detail {
         "p",
         { class: "buttons" },
         h("button", { type: "button", onclick: () => this.ontimeline(found.row, found.at - this.zero) }, "show in the timeline"),
-        found.trajectory && !embedded ? h("button", { type: "button", onclick: () => this.onsample(found.row) }, "show its tokens") : null,
+        found.trajectory && (!embedded || (embedded.samples && embedded.samples.tokens[found.row])) ? h("button", { type: "button", onclick: () => this.onsample(found.row) }, "show its tokens") : null,
       ),
       h("pre", {}, JSON.stringify(found.event.body, null, 2)),
       h("h3", {}, `Causes (${found.causes.length})`),

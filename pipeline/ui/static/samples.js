@@ -1,6 +1,6 @@
 // Trajectories: a list to choose from, and one token by token.
 
-import { get } from "./api.js";
+import { embedded, get } from "./api.js";
 import { count, debounced, fill, h, seconds, short } from "./dom.js";
 
 const PAGE_ROWS = 60;
@@ -44,7 +44,7 @@ export class Samples {
       if (at === 0) fill(this.table);
       this.table.append(...found.samples.map((sample) => this.pick(sample)));
       this.more.hidden = at + found.samples.length >= found.total;
-      fill(this.said, `${count(found.total)} samples`);
+      fill(this.said, `${count(found.total)} samples${embedded ? ` of the newest ${count(embedded.samples.samples.length)}; the run has ${count(embedded.samples.of)}` : ""}`);
       if (!found.total) fill(this.table, h("p", { class: "empty" }, "no sample is like that"));
     } catch (error) {
       fill(this.said, h("b", { class: "bad" }, error.message));
