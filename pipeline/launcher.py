@@ -45,8 +45,8 @@ def up(recipe: str, overrides: Sequence[str]) -> Exit:
     config = rundir.load_config(recipe, overrides)
     if loading.find(recipe).resolve() == SIMULATED:
         raise PipelineError(
-            f"recipe {recipe!r} has the sizes of a simulation and trains nothing: `pipeline simulate` runs it, with "
-            "the same settings; the smallest run that trains is `pipeline up quickstart`",
+            f"recipe {recipe!r} has the sizes of a simulation and trains nothing: `{command('simulate')}` runs it, "
+            f"with the same settings; the smallest run that trains is `{command('up')}`",
             Exit.USAGE,
         )
     config = preflight.absolute(config, Path.cwd())
