@@ -11,7 +11,7 @@ import hashlib
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -22,12 +22,15 @@ from actors.recorder import archive
 from actors.recorder.ordering import numbers
 from contracts.core import Entry
 from pipeline.errors import Exit, PipelineError
+from pipeline.replay.apart import hands, shared, side_by_side
 from pipeline.replay.journals import JOURNAL
 
 SIZE = 4096
 """Records of a block at least, where its file has as many."""
 HELD = 6
 """Blocks that stay decoded."""
+ALONE = 16 << 20
+"""Bytes of files that this process looks through by itself."""
 
 Made = TypeVar("Made")
 
@@ -60,6 +63,7 @@ class Head(msgspec.Struct, frozen=True, gc=False):
 
 
 _heads = msgspec.msgpack.Decoder(list[Head])
+_decoder = msgspec.msgpack.Decoder(dict[str, list[Block]])
 Scan = Callable[[Sequence[Entry], int, int], Block]
 """A block of the records that lie between two places of a file."""
 
@@ -122,24 +126,25 @@ class Blocks(Generic[Made]):
         make: Callable[[list[Entry]], Made],
         known: Mapping[bytes, list[Block]],
     ) -> None:
+        with reading():
+            parts = archive.parts(folder)
+        digests = [None if part.bytes is None else _digest(part.path, part.bytes) for part in parts]
+        new = [part for part, digest in zip(parts, digests, strict=True) if digest is None or digest not in known]
+        made = _made(new, scan)
         self.tables: dict[bytes, list[Block]] = {}
         self._where: list[Path] = []
         self.blocks: list[Block] = []
         self.chains: list[bytes | None] = []
         """For each block, a digest of all that the archive holds up to the end of its file; None in an open one."""
         chain = b""
-        with reading():
-            for part in archive.parts(folder):
-                digest = None if part.bytes is None else _digest(part.path, part.bytes)
-                table = None if digest is None else known.get(digest)
-                if table is None:
-                    table = list(_cut(part, scan))
-                if digest is not None:
-                    self.tables[digest] = table
-                    chain = hashlib.blake2b(chain + digest, digest_size=16).digest()
-                self._where += [part.path] * len(table)
-                self.blocks += table
-                self.chains += [None if digest is None else chain] * len(table)
+        for part, digest in zip(parts, digests, strict=True):
+            table = made[part.path] if part.path in made else known[digest or b""]
+            if digest is not None:
+                self.tables[digest] = table
+                chain = hashlib.blake2b(chain + digest, digest_size=16).digest()
+            self._where += [part.path] * len(table)
+            self.blocks += table
+            self.chains += [None if digest is None else chain] * len(table)
         self.at = lru_cache(HELD)(lambda number: make(self._read(number)))
         """What was made of a block, by its number."""
 
@@ -200,6 +205,19 @@ def _digest(path: Path, size: int) -> bytes:
     except FileNotFoundError:
         digest.update(b"missing")
     return digest.digest()
+
+
+def _made(parts: Sequence[archive.Part], scan: Scan) -> dict[Path, list[Block]]:
+    """The blocks of files that nothing is known of; many are shared out to several processes."""
+    sizes = {number: part.bytes or 0 for number, part in enumerate(parts)}
+    groups = shared(sizes, hands(sum(sizes.values()), ALONE)) if parts else []
+    works = [partial(_tables, [parts[number] for number in group], scan) for group in groups]
+    return {Path(path): table for data in side_by_side(works) for path, table in _decoder.decode(data).items()}
+
+
+def _tables(parts: Sequence[archive.Part], scan: Scan) -> bytes:
+    with reading():
+        return msgspec.msgpack.encode({str(part.path): list(_cut(part, scan)) for part in parts})
 
 
 def _cut(part: archive.Part, scan: Scan) -> Iterator[Block]:

@@ -104,12 +104,12 @@ def go_on(stretch: Stretch, track: Whole, upto: int, last_logged: int, absent: s
 
     `last_logged`: the last step that left an event. `after`: where the log goes on after a step that left none.
     """
-    core_of, state, decode, emitted = track.core_of, stretch.state, track.input, track.emitted
-    why = None
+    step = track.core.step if len(track.eras) == 1 else None
+    state, decode, emitted, why = stretch.state, track.input, track.emitted, None
     for record in track.records[stretch.seq : upto]:
         input = decode(record)
         try:
-            state, commands = core_of(record.seq).step(state, input, record.now)
+            state, commands = (step or track.core_of(record.seq).step)(state, input, record.now)
         except Exception as error:
             why = f"it raises {type(error).__name__}: {error}"
             stretch.found, stretch.seq = _differs(track, record, input, (), why, after), record.seq - 1

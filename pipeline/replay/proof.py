@@ -7,11 +7,9 @@ the whole run in memory does, which answers in its stead when the events of an a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
@@ -19,7 +17,7 @@ import msgspec
 from actors.recorder.ordering import number
 from config.schema import RunConfig
 from contracts.core import Entry
-from pipeline.errors import Exit, PipelineError
+from pipeline.replay.apart import hands, shared, side_by_side
 from pipeline.replay.blocks import Block
 from pipeline.replay.check import NOWHERE, Divergence, Stretch, Verdict, check, go_on, judged, without_collector
 from pipeline.replay.index import Checked, Index, Mark
@@ -28,8 +26,6 @@ from pipeline.replay.sought import Page, Sought, open_course
 from pipeline.replay.tracks import Track
 from pipeline.rundir import CODE, RunDir
 
-END_S = 10.0
-"""How long a process may take to be gone once it has answered, or closed its end. None outlives this one."""
 ALONE = 20_000
 """Steps that are checked by this process itself: others would take longer to start."""
 
@@ -45,11 +41,7 @@ class Outcome(msgspec.Struct, frozen=True):
     states: list[Mark]
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """What a process answers. `refused`: the archive can't be read."""
-
-    outcomes: list[Outcome] = []
-    refused: str | None = None
+_decoder = msgspec.msgpack.Decoder(list[Outcome])
 
 
 def check_run(
@@ -64,8 +56,8 @@ def check_run(
         return check(course)
     begun = {name: _begin(course, index.content.checked.get(name), track) for name, track in course.tracks.items()}
     left = {name: len(track.records) - begun[name].seq for name, track in course.tracks.items()}
-    cores = len(os.sched_getaffinity(0)) if workers is None else workers
-    groups = _shared({name: steps for name, steps in left.items() if steps}, cores)
+    processes = hands(sum(left.values()), ALONE) if workers is None else workers
+    groups = shared({name: steps for name, steps in left.items() if steps}, processes)
     outcomes = {each.actor: each for each in _outcomes(course, index, begun, groups)}
     if not all(each.ordered for each in outcomes.values()):
         return check(Recorded.read(run, config, actor))
@@ -122,52 +114,16 @@ def _noted(course: Sought, name: str, outcome: Outcome) -> Checked | None:
     return None if chain is None or last is None else Checked(seq, chain, last, outcome.absent)
 
 
-# --- side by side ---
-
-
-def _shared(left: dict[str, int], workers: int) -> list[list[str]]:
-    """The actors, dealt out so that each process has about as many steps; largest first."""
-    workers = 1 if sum(left.values()) < ALONE else workers
-    groups: list[list[str]] = [[] for _ in range(max(1, min(workers, len(left))))]
-    sizes = [0] * len(groups)
-    for name in sorted(left, key=lambda name: -left[name]):
-        place = sizes.index(min(sizes))
-        groups[place].append(name)
-        sizes[place] += left[name]
-    return [group for group in groups if group]
+# --- actor by actor ---
 
 
 def _outcomes(course: Sought, index: Index, begun: dict[str, Begun], groups: list[list[str]]) -> list[Outcome]:
-    """The first group is checked here, each other one by a process of its own."""
-    context = get_context("fork")
-    others: list[tuple[Any, Connection]] = []
-    for group in groups[1:]:
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_apart, args=(theirs, course, index, begun, group), daemon=True)
-        process.start()
-        theirs.close()
-        others.append((process, ours))
-    found = examine(course, index, begun, groups[0]) if groups else []
-    for process, ours in others:
-        try:
-            answer = msgspec.msgpack.decode(ours.recv_bytes(), type=Answer)
-        except EOFError:
-            process.join(END_S)
-            text = f"a process of the check ended (exit code {process.exitcode}): was there memory enough?"
-            raise PipelineError(text, Exit.FAILED) from None
-        if answer.refused is not None:
-            raise PipelineError(answer.refused, Exit.FAILED)
-        process.join(END_S)
-        found += answer.outcomes
-    return found
+    works = [partial(_encoded, course, index, begun, group) for group in groups]
+    return [outcome for data in side_by_side(works) for outcome in _decoder.decode(data)]
 
 
-def _apart(answer: Connection, course: Sought, index: Index, begun: dict[str, Begun], group: list[str]) -> None:
-    try:
-        found = Answer(examine(course, index, begun, group))
-    except PipelineError as error:
-        found = Answer(refused=str(error))
-    answer.send_bytes(msgspec.msgpack.encode(found))
+def _encoded(course: Sought, index: Index, begun: dict[str, Begun], names: Sequence[str]) -> bytes:
+    return msgspec.msgpack.encode(examine(course, index, begun, names))
 
 
 def examine(course: Sought, index: Index, begun: dict[str, Begun], names: Sequence[str]) -> list[Outcome]:

@@ -37,7 +37,7 @@ class Log(Events):
         self._bodies: dict[str, dict[int, dict[str, Any]]] = {}
         self._marks: dict[str, tuple[list[int], list[int]]] = {}
         self.positions = [position for position, _ in events]
-        self.by_position = dict(events)
+        self.held = self.by_position = dict(events)
         self.by_id = {envelope.id: (position, envelope) for position, envelope in events}
         self.emitted: dict[str, dict[int, list[tuple[int, Envelope[Any]]]]] = {}
         """Actor -> sequence number of a step -> what it emitted, in order."""
@@ -75,9 +75,6 @@ class Log(Events):
     def find(self, id: str) -> int | None:
         found = self.by_id.get(id)
         return None if found is None else found[0]
-
-    def known(self, position: int) -> Envelope[Any] | None:
-        return self.by_position.get(position)
 
     def envelope(self, position: int) -> Envelope[Any] | None:
         return self.by_position.get(position)

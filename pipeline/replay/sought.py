@@ -238,9 +238,6 @@ class Filed(Events):
                     return places[-1]
         return None
 
-    def known(self, position: int) -> Envelope[Any] | None:
-        return None
-
     def envelope(self, position: int) -> Envelope[Any] | None:
         number = self._block_of(position)
         if number < 0:

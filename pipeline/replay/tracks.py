@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
 from typing import Any, Protocol
 
 import msgspec
@@ -35,7 +34,9 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class Events(ABC):
-    """The log of a run, by places. Times are seconds since the Unix epoch."""
+    """The log of a run, by places. Times are seconds since the Unix epoch. `held`: the events that are in memory."""
+
+    held: Mapping[int, Envelope[Any]] = {}
 
     @property
     @abstractmethod
@@ -45,10 +46,6 @@ class Events(ABC):
     @abstractmethod
     def find(self, id: str) -> int | None:
         """The place of an event."""
-
-    @abstractmethod
-    def known(self, position: int) -> Envelope[Any] | None:
-        """The event at a place if it is at hand, decoded."""
 
     @abstractmethod
     def envelope(self, position: int) -> Envelope[Any] | None:
@@ -121,18 +118,21 @@ class Track:
         self.records = records
         self.states = states
         self._log = log
+        self._held = log.held
         self._inputs = msgspec.msgpack.Decoder(_Slim | Booted | Tick | LeaseLost | core.local_type)
         self._whole = journals.Reader(core)
 
     def input(self, record: Record) -> Any:
         """The input of a record. Raises `PipelineError` if this version can't read it."""
+        if not self._held:
+            return self._whole.input(record)
         try:
             found = self._inputs.decode(record.input)
         except msgspec.ValidationError:
             return self._whole.input(record)
         if type(found) is not _Slim:
             return found
-        envelope = self._log.known(int(found.ref.entry[:-2]))
+        envelope = self._held.get(int(found.ref.entry[:-2]))
         if envelope is None:
             return self._whole.input(record)
         return Delivered(found.ref, envelope, found.deliveries)
@@ -147,10 +147,10 @@ class Track:
     def steps(self, start: int = 0, state: Any = None) -> Iterator[tuple[Record, Any, Any, Sequence[Any]]]:
         """(record, its input, the state after it, the commands) of each step after number `start`, from `state`."""
         state = self.core.initial() if state is None else state
-        read, only = self.input, self.core if len(self.eras) == 1 else None
+        read, step = self.input, self.core.step if len(self.eras) == 1 else None
         for record in self.records[start:]:
             found = read(record)
-            state, commands = (only or self.core_of(record.seq)).step(state, found, record.now)
+            state, commands = (step or self.core_of(record.seq).step)(state, found, record.now)
             yield record, found, state, commands
 
     def count_at(self, place: Place) -> int:
@@ -178,8 +178,9 @@ class Track:
 
     def fold(self, seq: int, state: Any, upto: int) -> Any:
         """The state after step `upto`, from that after step `seq`."""
-        for _, _, after, _ in islice(self.steps(seq, state), upto - seq):
-            state = after
+        read, step = self.input, self.core.step if len(self.eras) == 1 else None
+        for record in self.records[seq:upto]:
+            state, _ = (step or self.core_of(record.seq).step)(state, read(record), record.now)
         if self.states is not None and upto > seq:
             self.states.offer(upto, state)
         return state

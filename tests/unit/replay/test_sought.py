@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,8 @@ from contracts.core import Entry
 from contracts.envelope import decode, encode
 from contracts.events import EngineDrained
 from pipeline import cli, moments
-from pipeline.errors import PipelineError
-from pipeline.replay import blocks, index, proof
+from pipeline.errors import Exit, PipelineError
+from pipeline.replay import apart, blocks, index
 from pipeline.replay.check import check
 from pipeline.replay.index import NAME, Index
 from pipeline.replay.proof import check_run
@@ -371,8 +372,7 @@ def test_an_event_that_can_not_be_read_is_refused_with_the_version_that_wrote_it
 
 
 @pytest.fixture(params=[1, 3])
-def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(proof, "ALONE", 0)
+def workers(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
@@ -472,23 +472,39 @@ def test_an_event_of_a_step_long_past_is_found_where_the_log_goes_on(run: RunDir
     assert check_run(run, BASE, Index(run)) == expected
 
 
-def test_a_process_that_dies_or_can_not_read_ends_the_check(run: RunDir, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(proof, "ALONE", 0)
-    monkeypatch.setattr(proof, "_apart", lambda *_: os._exit(9))
-    with pytest.raises(PipelineError, match=r"ended \(exit code 9\)"):
-        check_run(run, BASE, Index(run), workers=2)
-    monkeypatch.undo()
-    monkeypatch.setattr(proof, "ALONE", 0)
-    examine = proof.examine
-    calls: list[int] = []
+def test_work_that_is_shared_out_comes_back_in_order_and_errors_with_it():
+    def dying() -> bytes:
+        os._exit(9)
 
-    def failing(*given: Any) -> Any:
-        calls.append(1)
-        if os.getpid() != parent:
-            raise PipelineError("no such block", 1)  # type: ignore[arg-type]
-        return examine(*given)
+    def refusing() -> bytes:
+        raise PipelineError("no such block", Exit.FAILED)
 
-    parent = os.getpid()
-    monkeypatch.setattr(proof, "examine", failing)
+    def fine(word: bytes) -> Callable[[], bytes]:
+        return lambda: word
+
+    assert apart.side_by_side([]) == []
+    assert apart.side_by_side([fine(b"a"), fine(b"b"), fine(b"c")]) == [b"a", b"b", b"c"]
     with pytest.raises(PipelineError, match="no such block"):
-        check_run(run, BASE, Index(run), workers=2)
+        apart.side_by_side([fine(b"a"), refusing])
+    with pytest.raises(PipelineError, match=r"ended \(exit code 9\)"):
+        apart.side_by_side([fine(b"a"), dying])
+
+
+def test_work_is_dealt_out_evenly_and_to_one_alone_beside_threads(monkeypatch: pytest.MonkeyPatch):
+    assert apart.shared({"a": 5, "b": 3, "c": 3, "d": 1}, 2) == [["a", "d"], ["b", "c"]]
+    assert apart.shared({"a": 5}, 4) == [["a"]]
+    assert apart.shared({}, 4) == []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr(threading, "active_count", lambda: 1)
+    assert (apart.hands(10, 10), apart.hands(9, 10)) == (3, 1)
+    monkeypatch.setattr(threading, "active_count", lambda: 2)
+    assert apart.hands(10, 10) == 1
+
+
+def test_tables_that_several_processes_make_are_the_same(run: RunDir, monkeypatch: pytest.MonkeyPatch):
+    alone = opened(run)
+    monkeypatch.setattr(blocks, "hands", lambda work, least: 3)
+    together = opened(run)
+    for one, other in ((alone.events, together.events), (alone.journals, together.journals)):
+        assert (one.blocks, one.chains, one.tables) == (other.blocks, other.chains, other.tables)
+        assert one.blocks
