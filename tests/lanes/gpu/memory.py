@@ -1,17 +1,20 @@
 """Memory that trainer and engine share on one GPU: what is given back, taken again, and still right then.
 
     python -m tests.lanes.gpu.memory --python ENV/bin/python     # one GPU: real SGLang, engine.release=all, CUDA IPC
+    python -m tests.lanes.gpu.memory --only buckets ...         # of the parts engine, buckets, trainer: that one
     python -m tests.lanes.gpu.memory --backend megatron          # one GPU: the megatron trainer alone
     python -m tests.lanes.gpu.memory --try                       # the script itself, on a CPU with the embedded engine
 
 Prints JSON lines. A server is started, loaded, gives its memory back, is loaded with the same weights and must generate
-what it generated before; then policies train with trainer.offload and must be equal to one that stays.
+what it generated before. Buckets that don't fit, at the trainer and at the engine, must cost their epoch and no more.
+Then policies train with trainer.offload and must be equal to one that stays.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import json
 import sys
@@ -20,24 +23,30 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
+from unittest import mock
 
 import aiohttp
 import msgspec
 import numpy as np
 import torch
+from msgspec.structs import replace
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from actors.refit.transports import TransferError
 from actors.refit.transports.choice import sender
+from actors.refit.transports.gloo import GlooSender
 from actors.trainer.backend import Job, open_policy
 from actors.trainer.packing import Sample
 from config.schema import EngineConfig, GatewayConfig, LaunchConfig, ModelConfig, RefitConfig, RunConfig, TrainerConfig
 from contracts.events import (
     EngineDrained,
+    EngineFailed,
     EngineLoaded,
     EngineReady,
     EngineReleased,
     Member,
     Rank,
+    RefitFailed,
     ReleaseRequested,
     TransferStarted,
 )
@@ -116,6 +125,11 @@ class Place:
         return torch.cuda.mem_get_info(0)[0]
 
 
+def transfer(epoch: int, group: str, fresh: bool) -> TransferStarted:
+    members = (Rank("engine-0", 1, 1, 1),)
+    return TransferStarted(epoch=epoch, version=epoch, group=group, fresh=fresh, members=members, world_size=2)
+
+
 class Turns:
     """Takes one engine through refits and releases, as coordinator and trainer would."""
 
@@ -131,6 +145,10 @@ class Turns:
 
     async def load(self) -> dict[str, Any]:
         """One refit to the commit; milliseconds."""
+        return await self.turn("g", fresh=self.epoch == 0)
+
+    async def turn(self, group: str, fresh: bool = True) -> dict[str, Any]:
+        """`load` over `group`."""
         deadline_at, driver, began = self._begin(), self.driver, time.perf_counter()
         offer = await asyncio.to_thread(self.sender.offer, self.place.weights.items())
         made = time.perf_counter()
@@ -139,15 +157,14 @@ class Turns:
         driver.publish(offered(epoch, offer, driver.keep(offer.buckets)))
         await driver.event(EngineDrained, epoch=epoch)
         drained = time.perf_counter()
-        started = TransferStarted(
-            epoch=epoch, version=epoch, group="g", fresh=epoch == 1, members=(Rank("engine-0", 1, 1, 1),), world_size=2
-        )
+        started = transfer(epoch, group, fresh)
         driver.publish(started)
         await asyncio.to_thread(self.sender.send, started, 50.0)
         loaded = await driver.event(EngineLoaded, epoch=epoch)
         driver.publish(committed(epoch, ME))
         await driver.mode("serving")
-        assert loaded.digest == offer.digest, "it holds what was sent"
+        assert loaded.digest in ("", offer.digest), "it holds what was sent"
+        assert loaded.digest or driver.config.refit.receiver == "sglang"
         phases = {phase.name: round(1e3 * phase.seconds, 1) for phase in loaded.phases}
         return {
             "offer_ms": round(1e3 * (made - began), 1),
@@ -202,6 +219,91 @@ async def engine(place: Place) -> dict[str, Any]:
             assert abs(again - held) <= 512 * MIB, f"turn {turn}: {(held - again) / MIB:.0f} MiB more than before"
         said |= {"held_mib": round((given - again) / MIB), "weights_mib": round(place.bytes / MIB)}
         said["cache_mib"] = round(place.kv / MIB)
+        turns.sender.close()
+        return said
+
+
+class Short(Turns):
+    """Refits with little memory left."""
+
+    def use(self, **refit: Any) -> None:
+        """From now on weights travel so."""
+        self.sender.close()
+        shell, config = self.driver.shell, self.place.config
+        config = replace(config, refit=replace(config.refit, receiver="sglang", **refit))
+        self.driver.config = shell._operations._config = config
+        shell._operations._direct = None
+        self.sender = sender(config)
+        self.group = f"g-{self.epoch}"
+
+    async def load(self) -> dict[str, Any]:
+        """As before, over a group of its own."""
+        return await self.turn(self.group)
+
+    async def breaks(self) -> tuple[str, str]:
+        """One refit that must fail, and at whom; the trainer hears of the epoch's end as from the coordinator."""
+        deadline_at, driver, epoch = self._begin(), self.driver, self.epoch
+        driver.publish(requested(epoch, ME, deadline_at))
+        await driver.event(EngineDrained, epoch=epoch)
+        sending: Any = None
+        try:
+            offer = await asyncio.to_thread(self.sender.offer, self.place.weights.items())
+            driver.publish(offered(epoch, offer, driver.keep(offer.buckets)))
+            started = transfer(epoch, self.group, fresh=True)
+            driver.publish(started)
+            sending = asyncio.create_task(asyncio.to_thread(self.sender.send, started, 50.0))
+            failing = asyncio.create_task(driver.event(EngineFailed, epoch=epoch))
+            await asyncio.wait((sending, failing), return_when="FIRST_COMPLETED")
+            await asyncio.wait((sending,), timeout=5.0)  # the engine may hear of the trainer's failure first
+            if sending.done():
+                failing.cancel()
+                await sending
+                raise AssertionError("a bucket of that size fitted")
+            who, reason = "engine", (await failing).reason
+        except TransferError as error:
+            who, reason = "trainer", error.reason
+        driver.publish(RefitFailed(epoch=epoch, version=epoch, phase="transfer", reason=reason))
+        await asyncio.to_thread(self.sender.abandon, epoch, reason)
+        if sending is not None:
+            await asyncio.wait((sending,))
+            assert isinstance(sending.exception(), TransferError), "the sender came out"
+        await driver.mode("uncertain")
+        return who, reason[:300]
+
+
+async def buckets(place: Place) -> dict[str, Any]:
+    """Too large a refit.bucket_mib: for the trainer, and where a GPU is shared behind its back, for the engine."""
+    place.config = replace(place.config, engine=replace(place.config.engine, release="none"))
+    async with Driver(place.config, Path(tempfile.mkdtemp(prefix="sluice-memory-run-"))) as driver:
+        await driver.until(lambda: next(iter(driver.find(EngineReady)), None), "EngineReady", timeout=PATIENCE_S)
+        turns, said, full = Short(place, driver), {}, contextlib.nullcontext()
+        turns.use()
+        await turns.load()
+        before = await turns.tokens()
+        if place.dry:
+            full = mock.patch("os.posix_fallocate", side_effect=OSError(28, "No space left on device"))
+            ballast = None
+        else:
+            ballast = torch.empty(place.free() - int(0.8 * place.bytes), dtype=torch.uint8, device=place.device)
+        turns.use(bucket_mib=4096.0)
+        with full:
+            said["trainer"] = await turns.breaks()
+        assert said["trainer"][0] == "trainer", said
+        assert "lower refit.bucket_mib" in said["trainer"][1], said
+        turns.use(bucket_mib=64.0)
+        await turns.load()
+        assert await turns.tokens() == before
+        if not place.dry:
+            turns.use(transport="gloo", bucket_mib=4096.0)
+            turns.sender.close()
+            turns.sender = GlooSender("127.0.0.1", 2**32)  # which knows nothing of the engine's GPU
+            said["engine"] = await turns.breaks()
+            assert said["engine"][0] == "engine", said
+            assert "out of memory" in said["engine"][1], said
+            turns.use(transport="gloo", bucket_mib=64.0)
+            await turns.load()
+            assert await turns.tokens() == before
+        del ballast
         turns.sender.close()
         return said
 
@@ -273,15 +375,18 @@ def main() -> int:
     parser.add_argument(
         "--backend", choices=("torch", "megatron"), default="torch", help="megatron: without the engine"
     )
+    parser.add_argument("--only", default="", help="parts whose name contains this")
     parser.add_argument("--try", dest="dry", action="store_true")
     args = parser.parse_args()
     place, failed = Place(args.dry, args.python), False
     parts: dict[str, Callable[[], dict[str, Any]]] = {
         "engine": lambda: asyncio.run(engine(place)),
+        "buckets": lambda: asyncio.run(buckets(place)),
         "trainer": lambda: trainer(place, args.backend),
     }
     if args.backend == "megatron":
-        del parts["engine"]
+        del parts["engine"], parts["buckets"]
+    parts = {name: work for name, work in parts.items() if args.only in name}
     for name, work in parts.items():
         try:
             said = {"part": name, **work()}
