@@ -6,6 +6,7 @@ What a barrier asks of the server is in `actors.engine.operations`.
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from actors.engine.state import (
     StartServer,
     Watch,
 )
+from config import nccl
 from config.schema import RunConfig
 from contracts.core import Context, Fatal
 
@@ -116,7 +118,8 @@ class EngineShell:
             return ServerDead(str(error))
         self._proxy.connect(self._client)
         self._healthy = True
-        return ServerReady(self._url, ranks, time.monotonic() - started)
+        settings = nccl.of_server(self._config, os.environ)
+        return ServerReady(self._url, ranks, time.monotonic() - started, settings)
 
     async def _launch(self, deadline_s: float) -> Server:
         config, context = self._config, self._context

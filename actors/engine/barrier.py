@@ -245,6 +245,7 @@ def _receive(state: EngineState, part: Part, offer: TransferOffered, event: Tran
         deadline_at=part.deadline_at,
         hold=part.hold,
         checksum=offer.checksum,
+        nccl=offer.nccl,
     )
 
 

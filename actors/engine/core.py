@@ -180,7 +180,12 @@ class EngineCore:
 
     def _ready(self, state: EngineState, input: ServerReady) -> Outcome:
         ready = EngineReady(
-            engine=self._actor, boot=state.boot, url=input.url, ranks=input.ranks, seconds=input.seconds
+            engine=self._actor,
+            boot=state.boot,
+            url=input.url,
+            ranks=input.ranks,
+            seconds=input.seconds,
+            nccl=input.nccl,
         )
         return replace(state, mode="uncertain"), [Emit(ready), Watch()]
 

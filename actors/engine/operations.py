@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from actors.engine import colocated, manifest, probe
 from actors.engine.client import CallError
@@ -34,6 +37,7 @@ from actors.engine.state import (
     Resumed,
     ServerDead,
 )
+from config import nccl
 from config.schema import RunConfig, is_direct
 from contracts import plan
 from contracts.core import Context, PayloadGone
@@ -213,18 +217,27 @@ class Operations:
         self._label = None
         pause = self._pause if self._config.engine.kind == "external" else None
         loading = Loading(self._config, self._context, self._client, self._direct, pause, command, buckets)
+        unlike = nccl.differing(nccl.of_server(self._config, os.environ), command.nccl)
+        if unlike:
+            self._context.log.warning("NCCL settings differ", epoch=command.epoch, settings=unlike)
+        loaded = await self._bounded(loading, command)
+        if isinstance(loaded, Loaded):
+            self._label = str(command.version)
+            self._log_loaded(command, loaded)
+            return loaded
+        return replace(loaded, reason=f"{loaded.reason}; {unlike}") if unlike else loaded
+
+    async def _bounded(self, loading: Loading, command: Receive) -> Loaded | LoadFailed:
+        """By the refit's deadline."""
         try:
             async with asyncio.timeout(self._left(command.deadline_at)):
-                loaded = await self._load(loading, command)
+                return await self._load(loading, command)
         except TimeoutError:
             return LoadFailed(command.epoch, loading.phase, "Deadline", "the deadline of the refit passed")
         except Unfit as error:
             return LoadFailed(command.epoch, loading.phase, error.error, str(error))
         except (CallError, colocated.TransferBroke) as error:
             return LoadFailed(command.epoch, loading.phase, type(error).__name__, str(error))
-        self._label = str(command.version)
-        self._log_loaded(command, loaded)
-        return loaded
 
     async def _fetched(self, key: str) -> tuple[Bucket, ...]:
         """The buckets of a plan; the last one is remembered, as most transfers have the same."""

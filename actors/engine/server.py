@@ -20,7 +20,7 @@ import msgspec
 
 from actors.engine.client import CallError, HttpEngineClient
 from actors.network import free_port
-from config import gpus
+from config import gpus, nccl
 from config.schema import RunConfig, is_direct
 
 HOST = "127.0.0.1"
@@ -71,7 +71,8 @@ def torch_launch(config: RunConfig, model_dir: Path, port_file: Path, index: int
         *("--group-timeout-s", f"{config.refit.deadline_s:g}"),
         *("--exit-with-stdin", *engine.args),
     )
-    return Launch(command, {"PYTHONSAFEPATH": "1"} | _threads(engine.threads), port_file=str(port_file))
+    env = {"PYTHONSAFEPATH": "1"} | nccl.aligned(config, os.environ) | _threads(engine.threads)
+    return Launch(command, env, port_file=str(port_file))
 
 
 def sglang_launch(config: RunConfig, model_dir: Path, label: str, index: int = 0) -> Launch:
@@ -106,9 +107,9 @@ def sglang_launch(config: RunConfig, model_dir: Path, label: str, index: int = 0
     )
     # by default the port of its gRPC server, which does not run, is `port` + 10000: too large for most free ports
     env = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "SGLANG_GRPC_PORT": str(free_port())}
+    env |= nccl.aligned(config, os.environ)
     if apart:
-        # torch would end a process whose collective failed; ours is aborted, and the server goes on
-        env |= {"SLUICE_RECEIVER": "direct", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+        env |= {"SLUICE_RECEIVER": "direct", **nccl.NEVER_ENDED}
     if on_cpu:
         env |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""} | _threads(engine.threads)
     return Launch(command, env, port=port, label=label)

@@ -37,6 +37,7 @@ class ServerReady(msgspec.Struct, frozen=True, tag="server_ready"):
     url: str
     ranks: int
     seconds: float
+    nccl: tuple[str, ...] = ()
 
 
 class ServerDead(msgspec.Struct, frozen=True, tag="server_dead"):
@@ -191,6 +192,7 @@ class Receive(msgspec.Struct, frozen=True):
     deadline_at: float
     hold: bool = False
     checksum: Checksum = "xxh3_128"
+    nccl: tuple[str, ...] = ()
 
 
 class Resume(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -35,6 +36,7 @@ from actors.trainer.state import (
     TransferBroke,
     Unpruned,
 )
+from config import nccl
 from config.schema import RunConfig
 from contracts import plan
 from contracts.core import ARCHIVED_CHECKPOINT, Context, Fatal, Overdue
@@ -265,6 +267,7 @@ class TrainerShell:
             checksum=offer.checksum,
             plan=handle,
             plan_bytes=size,
+            nccl=nccl.told(os.environ) if self._config.refit.transport == "nccl" else (),
         )
 
     def _planned(self, tensors: list[tuple[str, Any]]) -> tuple[Any, str, int]:

@@ -379,6 +379,7 @@ class TrainerCore:
             digest=input.digest,
             checksum=input.checksum,
             payload=plan.payload,
+            nccl=input.nccl,
         )
         offer = Emit(event, payload=None if written else input.plan)
         commands = (offer,) if held is None or written else (offer, Release((held.payload.key,)))

@@ -109,6 +109,7 @@ class Offered(msgspec.Struct, frozen=True, tag="offered"):
     checksum: Checksum = "xxh3_128"
     plan: str = ""
     plan_bytes: int = 0
+    nccl: tuple[str, ...] = ()
 
 
 class Sent(msgspec.Struct, frozen=True, tag="sent"):

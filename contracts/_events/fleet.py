@@ -31,6 +31,8 @@ class EngineReady(Record, frozen=True, kw_only=True, tag="engine.ready"):
     url: str
     ranks: int
     seconds: float
+    nccl: tuple[str, ...] = ()
+    """As of `transfer.offered`, what its server has; empty for one that somebody else runs."""
 
 
 class GatewayReady(Record, frozen=True, kw_only=True, tag="gateway.ready"):

@@ -89,6 +89,8 @@ class TransferOffered(Record, frozen=True, kw_only=True, tag="transfer.offered")
     checksum: Checksum = "xxh3_128"
     payload: PayloadRef = PayloadRef("", 0)
     """Empty in logs of runs whose offers held the buckets themselves."""
+    nccl: tuple[str, ...] = ()
+    """Over NCCL, `NAME=value` of the trainer's settings that all ranks have to share."""
 
 
 class Rank(msgspec.Struct, frozen=True, gc=False):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 from actors.refit.transports import Sender, staging
 from actors.refit.transports.gloo import GlooSender
 from actors.refit.transports.ipc import IpcSender
+from config import nccl
 from config.schema import RunConfig, is_direct
 
 
@@ -22,6 +25,8 @@ def sender(config: RunConfig) -> Sender:
             from actors.refit.transports.nccl import NcclSender
 
             device = "cuda" if config.trainer.device == "auto" else config.trainer.device
+            for name, value in nccl.aligned(config, os.environ).items():
+                os.environ.setdefault(name, value)
             return NcclSender(host, size, torch.device(device), apart, needs)
         case "gloo":
             return GlooSender(host, size, apart, needs)

@@ -23,12 +23,13 @@ POLL_S = 0.0002
 """Pause between two looks whether a broadcast is done."""
 WARM = 8
 """Bytes that a fresh group broadcasts first."""
-SETTINGS = {"NCCL_CUMEM_ENABLE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-"""What SGLang sets for itself, and what keeps torch from ending a process whose collective failed."""
 
 
 class NcclSender(CollectiveSender):
-    """`CollectiveSender` over NCCL, from the GPU `device`. Raises `RuntimeError` where torch has no NCCL."""
+    """`CollectiveSender` over NCCL, from the GPU `device`, by the environment's settings (`config.nccl`).
+
+    Raises `RuntimeError` where torch has no NCCL.
+    """
 
     def __init__(
         self,
@@ -40,8 +41,6 @@ class NcclSender(CollectiveSender):
     ) -> None:
         if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
             raise RuntimeError("refit.transport=nccl needs a GPU and a torch with NCCL: use gloo, or ipc on one host")
-        for name, value in SETTINGS.items():
-            os.environ.setdefault(name, value)
         super().__init__(host, bucket_bytes, lambda _: NcclWire(device), apart, staging)
 
 

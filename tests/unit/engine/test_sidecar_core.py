@@ -116,8 +116,9 @@ def test_paths_lead_to_their_modes(mode: str) -> None:
 def test_a_boot_starts_a_server_that_is_uncertain_when_ready() -> None:
     run = Run()
     assert run.feed(Booted(BOOT)) == [StartServer(0.0)]
-    ready = EngineReady(engine=ME, boot=BOOT, url="http://e", ranks=2, seconds=1.5)
-    assert run.feed(ServerReady("http://e", 2, 1.5)) == [ready, Watch()]
+    own = ("NCCL_CUMEM_ENABLE=0",)
+    ready = EngineReady(engine=ME, boot=BOOT, url="http://e", ranks=2, seconds=1.5, nccl=own)
+    assert run.feed(ServerReady("http://e", 2, 1.5, own)) == [ready, Watch()]
     assert run.feed(ServerReady("http://e", 2, 1.5)) == []
     assert run.state.mode == "uncertain"
 

@@ -147,6 +147,18 @@ def test_sglang_gets_its_settings_and_a_guard(device: str, cpu: bool, receiver: 
     assert int(launch.env["SGLANG_GRPC_PORT"]) not in (launch.port, launch.port + 10000)
 
 
+def test_over_nccl_a_server_has_the_trainers_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    monkeypatch.delenv("NCCL_NVLS_ENABLE", raising=False)
+    for kind in ("sglang", "torch"):
+        config = RunConfig(engine=EngineConfig(kind=kind, device="cuda:1"), refit=RefitConfig(transport="nccl"))
+        of_ours = kind == "torch"
+        made = torch_launch(config, tmp_path, tmp_path / "port") if of_ours else sglang_launch(config, tmp_path, "")
+        assert made.env["NCCL_CUMEM_ENABLE"] == "1", "a user's own value stays"
+        assert made.env["NCCL_NVLS_ENABLE"] == "0"
+        assert made.env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+
+
 # --- start -----------------------------------------------------------------------------------------------------------
 
 

@@ -200,6 +200,27 @@ async def test_buckets_are_called_for_ahead_once_all_of_them_fitted_and_never_th
         asked.clear()
 
 
+@pytest.mark.parametrize("theirs", ["0", "1"])
+async def test_nccl_settings_are_told_and_a_join_that_fails_names_those_that_differ(
+    benches: Benches, monkeypatch: pytest.MonkeyPatch, theirs: str
+) -> None:
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "0")
+    async with benches(config(kind="torch", transport="nccl")) as bench:
+        (ready,) = bench.driver.find(EngineReady)
+        assert "NCCL_CUMEM_ENABLE=0" in ready.nccl
+        own = tuple(line for line in ready.nccl if "CUMEM" not in line)
+        bench.server.answers["/init_weights_update_group"] = (400, {"success": False, "message": "no luck"})
+        bench.request(1)
+        await bench.driver.event(EngineDrained, epoch=1)
+        settings = (*own, f"NCCL_CUMEM_ENABLE={theirs}")
+        bench.driver.publish(replace(offered(1), payload=bench.driver.keep(BUCKETS), nccl=settings))
+        bench.driver.publish(started(1, 1))
+        told = await bench.driver.event(EngineFailed, epoch=1)
+        assert told.phase == "join"
+        assert "no luck" in told.reason
+        assert ("NCCL_CUMEM_ENABLE is 0 here and 1 at the trainer" in told.reason) == (theirs == "1")
+
+
 async def test_our_own_server_tells_its_digest(benches: Benches) -> None:
     async with benches(config(kind="torch")) as bench:
         assert (await bench.load(1)).digest == digest(dict.fromkeys("abc", "00"))

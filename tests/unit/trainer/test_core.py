@@ -388,8 +388,11 @@ def test_a_transfer_is_offered_sent_and_reported_under_its_epoch():
     requested = asked(4)
     assert driver.feed(delivered(requested)) == [trainer.Abandon(3), trainer.Offer(4, 0, 60.0)]
     assert driver.feed(delivered(requested)) == []
-    offered = trainer.Offered(epoch=4, version=0, address="h", port=1, bytes=9, digest="d", plan="p", plan_bytes=7)
-    assert emitted(driver.feed(offered))[0].trainer_boot == 1
+    offered = trainer.Offered(
+        epoch=4, version=0, address="h", port=1, bytes=9, digest="d", plan="p", plan_bytes=7, nccl=("NCCL_PROTO=LL",)
+    )
+    told = emitted(driver.feed(offered))[0]
+    assert (told.trainer_boot, told.nccl) == (1, ("NCCL_PROTO=LL",))
     driver.now = 12.0
     started = events.TransferStarted(epoch=4, version=0, group="g", fresh=True, members=(), world_size=3)
     assert driver.feed(delivered(started)) == [trainer.Send(started, 58.0)]
