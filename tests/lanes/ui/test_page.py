@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +21,13 @@ from pipeline.bus import Bus
 from pipeline.rundir import RunDir
 from pipeline.simulate import archive
 from pipeline.ui import _server, _trajectory
+from tests.lanes.ui import chromium
 from tests.stalls.gallery import PATIENT, long_tail_in_drain
 from tests.stalls.scene import BASE, Scene
 from tests.unit.ui.shown import EVIL
 
 try:
-    from playwright.sync_api import Browser, Page, expect, sync_playwright
+    from playwright.sync_api import Browser, Page, expect, sync_playwright  # pyright: ignore[reportMissingImports]
 except ImportError:
     pytest.fail("this lane needs the package `playwright`: run `make test-ui`", pytrace=False)
 
@@ -40,9 +40,11 @@ SHOTS = os.environ.get("SLUICE_SHOTS")
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    path = os.environ.get("SLUICE_CHROMIUM") or shutil.which("chromium") or shutil.which("google-chrome")
+    path = chromium.find()
     if path is None:
-        pytest.fail("no browser: install chromium (`apt-get install chromium`), or name one in SLUICE_CHROMIUM")
+        pytest.fail(
+            "no browser that starts: install chromium (`apt-get install chromium`), or name one in SLUICE_CHROMIUM"
+        )
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         yield browser
@@ -272,6 +274,20 @@ def test_a_report_opens_from_a_file(page: Page, run: RunDir):
     page.get_by_role("link", name="events").click()
     page.locator(".rows .row").first.click()
     expect(page.locator(".detail pre").first).to_be_visible()
+
+
+def test_a_report_with_trajectories_shows_them_token_by_token(page: Page, run: RunDir, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(_trajectory, "load_tokenizer", lambda source, params: Letters())
+    page.goto(report.write(run, trajectories=True).as_uri() + "#trajectories")
+    picks = page.locator(".pick")
+    expect(picks.first).to_be_visible()
+    page.get_by_label("Order").select_option("lowest")
+    settled(page, lambda: float(picks.first.locator("b").inner_text()) <= float(picks.last.locator("b").inner_text()))
+    picks.first.click()
+    expect(page.locator(".tokens")).to_contain_text("ask:<b>!")
+    expect(page.locator(".legend")).to_contain_text("version 3")
+    assert page.title() != "taken"
+    shot(page, "report-trajectories")
 
 
 # --- a live run ---
