@@ -95,7 +95,7 @@ class Order:
     """The events of one run, read in log order: what each is, and what it follows from.
 
     `has`: whether the run has had the event of that key, so far. Of causes, and of epochs, the newest are remembered:
-    twice `kept` at most. What follows from one long before those follows from it no more.
+    `kept` at least. What follows from one long before those follows from it no more.
     """
 
     def __init__(self, has: Callable[[Key], bool], kept: int) -> None:
@@ -109,8 +109,13 @@ class Order:
         key = key_of(envelope.body)
         found = key or self._keys.get(envelope.causation_id or "")
         if found is not None:
-            self._keys.put(envelope.id, found)
+            self._keys.new[envelope.id] = found
         return key
+
+    def turn(self) -> None:
+        """Forget what lies too far back."""
+        self._keys.turn()
+        self._epochs.turn()
 
     def parents(self, envelope: Envelope[Any], key: Key) -> tuple[Key, ...]:
         """What an event follows from; asked once for the first of its key, right after it was read."""
@@ -125,7 +130,7 @@ class Order:
             self._started = key
         elif type(body) in EPOCHAL:
             place = (type(body), body.epoch)
-            self._epochs.put(place, [*(self._epochs.get(place) or ()), key])
+            self._epochs.new[place] = [*(self._epochs.get(place) or ()), key]
 
     def _parents(self, envelope: Envelope[Any]) -> Iterator[Key]:
         """The event that the emitting step consumed, and what must have come before by the protocol."""
@@ -159,20 +164,25 @@ def _named(body: Any) -> Sequence[Key]:
 
 
 class Recent(Generic[K, V]):
-    """A mapping that forgets: what was put or asked for last stays, `kept` entries at least, twice so many at most."""
+    """A mapping that forgets: what was put into `new` or asked for last stays, `kept` entries at least.
+
+    `turn`, called every now and then, lets go of what is older.
+    """
 
     def __init__(self, kept: int) -> None:
-        self._kept = kept
-        self._new: dict[K, V] = {}
+        self.new: dict[K, V] = {}
         self._old: dict[K, V] = {}
+        self._kept = kept
+
+    def __len__(self) -> int:
+        return len(self.new) + len(self._old)
 
     def get(self, key: K) -> V | None:
-        found = self._new.get(key)
+        found = self.new.get(key)
         if found is None and (found := self._old.get(key)) is not None:
-            self.put(key, found)
+            self.new[key] = found
         return found
 
-    def put(self, key: K, value: V) -> None:
-        self._new[key] = value
-        if len(self._new) >= self._kept:
-            self._old, self._new = self._new, {}
+    def turn(self) -> None:
+        if len(self.new) >= self._kept:
+            self._old, self.new = self.new, {}

@@ -187,8 +187,7 @@ class _Both:
             side = 1 if self._over[0] or (not self._over[1] and counts[1] < counts[0] + AHEAD) else 0
             events = list(islice(logs[side], CHUNK))
             counts[side] += len(events)
-            for place, envelope in events:
-                self._take(side, place, envelope)
+            self._take(side, events)
             if side == 1 and events:
                 self.end = max(self.end, *(envelope.wall_ns / 1e9 for _, envelope in events))
             if not events:
@@ -210,26 +209,29 @@ class _Both:
         other = max(before, default=(0, 0))[1] + 1
         return len(before), (other, due.place) if due.side else (due.place, other)
 
-    def _take(self, side: int, place: int, envelope: Envelope[Any]) -> None:
-        order, body = self._orders[side], envelope.body
-        key = order.read(envelope)
-        if key is None:
-            return
-        met = self._open.get(key)
-        if met is None:
-            if hash(key) in self._done or self._has(side, key):
-                return
-            self._begin(side, place, envelope, key)
-        elif met.at[side] is None:
-            met.at[side], met.place[side], met.parents = envelope.wall_ns / 1e9, place, ()
-            del self._open[key]
-            self._known.put(key, met)
-            self._done.add(hash(key))
-            for run in (0, 1):
-                self.common[run].append(met.place[run])
-        else:
-            return
-        order.add(body, key)
+    def _take(self, side: int, events: Log) -> None:
+        order, held, done, over = self._orders[side], self._open, self._done, self._over[1 - side]
+        for place, envelope in events:
+            key = order.read(envelope)
+            if key is None:
+                continue
+            met = held.get(key)
+            if met is None:
+                if hash(key) in done or (over and self._has(side, key)):
+                    continue
+                self._begin(side, place, envelope, key)
+            elif met.at[side] is None:
+                met.at[side], met.place[side], met.parents = envelope.wall_ns / 1e9, place, ()
+                del held[key]
+                self._known.new[key] = met
+                done.add(hash(key))
+                self.common[0].append(met.place[0])
+                self.common[1].append(met.place[1])
+            else:
+                continue
+            order.add(envelope.body, key)
+        order.turn()
+        self._known.turn()
 
     def _begin(self, side: int, place: int, envelope: Envelope[Any], key: Key) -> None:
         """An event that the other run has not had yet."""
@@ -244,7 +246,7 @@ class _Both:
         elif side == 0:
             self._judge(met)
             met.parents = ()
-            self._known.put(key, met)
+            self._known.new[key] = met
 
     def _find(self, key: Key) -> _Met | None:
         return self._open.get(key) or self._known.get(key)

@@ -43,8 +43,7 @@ class Feed:
         self.history = History(spacing(self.expected))
         self.lock = threading.Lock()
         self.live = False
-        self.loaded = False
-        """The archive has been read to its end."""
+        self._loaded = threading.Event()
         self.end = 0.0
         """The last moment of which the archive tells, once it is read: no event may have come for long before it."""
         self.depths: dict[str, Depth] | None = None
@@ -62,9 +61,14 @@ class Feed:
     def stop(self) -> None:
         self._stop.set()
 
-    def join(self, timeout_s: float | None = None) -> None:
-        """Wait until the archive is read to its end, and a live run is over."""
-        self._thread.join(timeout_s)
+    @property
+    def loaded(self) -> bool:
+        """The archive has been read to its end."""
+        return self._loaded.is_set()
+
+    def wait_loaded(self, timeout_s: float) -> bool:
+        """Wait until it is; answers whether it is."""
+        return self._loaded.wait(timeout_s)
 
     def at(self, position: int) -> Board:
         """The board of an archived moment, read anew from the nearest mark. Raises `PipelineError`."""
@@ -91,13 +95,13 @@ class Feed:
         try:
             with uncollected():
                 self._read()
-            self.loaded = True
+            self._loaded.set()
             if self.history.board.view.finished is None and archive.has_writer(self._run.events):
                 asyncio.run(self._follow())
         except (PipelineError, BusError) as error:
             self.error = str(error)
         finally:
-            self.loaded = True
+            self._loaded.set()
             self.live = False
         if not self._stop.is_set():
             self._look_back()

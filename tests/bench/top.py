@@ -22,7 +22,7 @@ def main(events: int, folder: Path) -> None:
     feed = Feed(run, config_of(run))
     before, cpu, wall = memory(), time.process_time(), time.perf_counter()
     feed.start()
-    feed.join()
+    assert feed.wait_loaded(600.0)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     count = feed.history.board.position
     print(f"opened {count:,} events: {cpu:.1f} s CPU, {wall:.1f} s wall, {cpu / count * 1e6:.1f} us an event")

@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -146,6 +147,27 @@ def test_engines_have_a_version_and_what_nobody_knows_of_them_is_said() -> None:
     assert (rows["tasks"], rows["control"]) == (("?", "?", "?"), ("?", "", ""))
     assert "known while the run lives" in tables.titles(Evidence(), live=False)["streams"]
     assert tables.titles(Evidence(), live=True)["streams"] == "streams"
+
+
+def test_an_archive_is_open_before_its_actors_are_looked_into(
+    make_run: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, going = Event(), Event()
+
+    def look_into(*_: object) -> Evidence:
+        begun.set()
+        assert going.wait(60)
+        return Evidence()
+
+    monkeypatch.setattr("pipeline.top.feed.load.look_into", look_into)
+    feed = Feed(make_run(trained(1)), CONFIG)
+    feed.start()
+    assert begun.wait(60)
+    assert feed.wait_loaded(60)
+    assert feed.evidence is None
+    going.set()
+    feed._thread.join(60)
+    assert feed.evidence is not None
 
 
 def test_a_search_finds_what_is_listed_of_the_whole_log_and_says_how_far_it_is() -> None:
