@@ -55,9 +55,14 @@ class Faults:
         self.fail(turn, phase, error, f"{seat.engine} {reason}")
 
     def transfer_failed(self, turn: Turn, phase: str, error: str, reason: str) -> None:
-        """Nobody knows which member broke the collective: from the second time on, one after another is left out."""
+        """Nobody knows which member broke the collective: from the second time on, one after another is left out.
+
+        A trainer that can't tell who never came, as over NCCL, leaves it to this to name who has said nothing.
+        """
         barrier, failures = turn.barrier, turn.state.failures
         silent = tuple(s for s in barrier.seats if not s.loaded)
+        if phase in ("join", "transfer") and silent and not any(s.engine in reason for s in silent):
+            reason = f"{reason}; no word from {', '.join(s.engine for s in silent)}"
         if barrier.started_at is not None and failures and silent and len(barrier.seats) > 1:
             self.expel(turn, silent[failures % len(silent)], error, f"suspected: {reason}", COLLECTIVE_STRIKES)
         self.fail(turn, phase, error, reason)

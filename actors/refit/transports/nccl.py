@@ -68,7 +68,7 @@ class NcclWire:
         return NcclCommunicator(group, backend, self._device, self._stream)
 
     def absent(self, store: Any, offset: int) -> bool:
-        """NCCL's ranks leave no word at the store."""
+        """NCCL's ranks leave no word at the store: the coordinator names who has said nothing."""
         return False
 
     def flatten(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -6,7 +6,8 @@
 
 The model is a random Qwen2 of 1.54 B parameters (3.09 GB in bfloat16). One server serves every case: each receiver over
 each transport and bucket size. Every refit sends other weights, and log-probabilities of greedy tokens are held against
-transformers on what was sent. Then a scheduler is stopped, and one is killed, in mid-transfer: the sender has to come
+transformers on what was sent. A receiver stays away from a join; a sender is made beside a default process group that
+is bound to another GPU. Then a scheduler is stopped, and one is killed, in mid-transfer: the sender has to come
 out at its deadline, and the next boot has to take the next epoch. A case that fails is told, and the next one begins.
 """
 
@@ -25,10 +26,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 from actors.engine import loading
 from actors.engine.inside import mix64
+from actors.refit.transports import TransferError
 from actors.refit.transports.choice import settings
+from contracts.events import RefitFailed
 from tests.lanes.gpu.bench import Bench, Shape
 from tests.lanes.gpu.wire import measure
 
@@ -78,6 +83,7 @@ class Lane:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.began = time.monotonic()
+        self.over = "nccl" if args.device == "cuda" else "gloo"
         self.shape = Shape(args.tiny, args.device)
         self.boot = 0
         self.epoch = 0
@@ -176,25 +182,62 @@ class Lane:
         assert min(stale) > 3 * self.shape.tolerance, said
         return said
 
+    async def absent(self) -> dict[str, Any]:
+        """Nobody comes to the join: the sender comes out at its deadline, and the same boot takes the next epoch."""
+        bench = await self.boots()
+        bench.use("direct", self.over, None)
+        self.epoch += 1
+        started, _ = await bench.begun(self.epoch, fresh=True)
+        deadline, began = 4.0, time.perf_counter()
+        try:
+            await asyncio.to_thread(bench.sender.send, started, deadline)
+        except TransferError as error:
+            told = {"phase": error.phase, "reason": error.reason, "sender_s": round(time.perf_counter() - began, 2)}
+        else:
+            raise AssertionError("it was sent to nobody")
+        bench.driver.publish(RefitFailed(epoch=self.epoch, version=self.epoch, phase="join", reason=told["reason"]))
+        await bench.driver.mode("uncertain")
+        assert told["phase"] == "join", told
+        assert told["sender_s"] < deadline + 3.0, told
+        return told | {"next_gap": await self.whole(bench)}
+
+    async def beside(self) -> dict[str, Any]:
+        """The trainer's default group is bound to another device than its sender sends from."""
+        bench = await self.boots()
+        store, on_gpu = HashStore(), self.args.device == "cuda"
+        bound = torch.device(self.shape.devices[1]) if on_gpu else None
+        dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=0, world_size=1, device_id=bound)
+        try:
+            one = torch.ones(1, device=bound)
+            dist.all_reduce(one)
+            gap = await self.whole(bench)
+            dist.all_reduce(one)  # it is as it was
+            assert float(one) == 1.0
+            assert dist.group.WORLD is not None
+            assert dist.group.WORLD.bound_device_id == bound
+        finally:
+            dist.destroy_process_group()
+        return {"bound": str(bound), "from": self.shape.devices[0], "gap": gap}
+
+    async def whole(self, bench: Bench) -> float:
+        """A refit over a group that is made for it; how far off the engine is then."""
+        bench.use("direct", self.over, None)
+        self.epoch += 1
+        await bench.load(self.epoch, fresh=True)
+        gap = await bench.gap(self.epoch, served=self.epoch)
+        assert gap < self.shape.tolerance, gap
+        return gap
+
     async def fault(self, number: int, name: str) -> dict[str, Any]:
         """Signal the scheduler while it receives; then the next boot takes the next epoch."""
         bench = await self.boots()
-        over = "nccl" if self.args.device == "cuda" else "gloo"
-        bench.use("direct", over, None)
-        self.epoch += 1
-        await bench.load(self.epoch, fresh=True)
+        await self.whole(bench)
         self.epoch += 1
         deadline = 8.0
         told = await bench.broken(self.epoch, number, deadline)
         assert told["sender_s"] < deadline + 3.0, told
         await self.ends()
-        bench = await self.boots()
-        bench.use("direct", over, None)
-        self.epoch += 1
-        await bench.load(self.epoch, fresh=True)
-        gap = await bench.gap(self.epoch, served=self.epoch)
-        assert gap < self.shape.tolerance, gap
-        return {"signal": name, **told, "next_gap": gap}
+        return {"signal": name, **told, "next_gap": await self.whole(await self.boots())}
 
 
 async def main(args: argparse.Namespace) -> int:
@@ -206,7 +249,10 @@ async def main(args: argparse.Namespace) -> int:
     first, rest = cases(args)[:4], cases(args)[4:]
     for case in first:
         await lane.attempt("-".join(map(str, case)), lambda case=case: lane.refits(case))
-    for number, name in () if args.no_faults or lane.shape.gpus == 1 else ((9, "SIGKILL"), (19, "SIGSTOP")):
+    apart = not args.no_faults and lane.shape.gpus != 1
+    for name, work in (("absent", lane.absent), ("beside", lane.beside)) if apart else ():
+        await lane.attempt(name, work)
+    for number, name in () if not apart else ((9, "SIGKILL"), (19, "SIGSTOP")):
         await lane.attempt(f"fault-{name}", lambda number=number, name=name: lane.fault(number, name), 300.0)
     for case in rest:
         await lane.attempt("-".join(map(str, case)), lambda case=case: lane.refits(case))

@@ -581,6 +581,30 @@ def broken_transfer(drive: Drive) -> None:
     drive.hear(TransferFailed(epoch=drive.epoch, phase="send", error="RuntimeError", reason="closed by peer"))
 
 
+@pytest.mark.parametrize(
+    ("phase", "reason", "told"),
+    [
+        ("join", "not done in 60 s", "not done in 60 s; no word from engine-1"),
+        ("join", "not done in 60 s; never joined: engine-1", "not done in 60 s; never joined: engine-1"),
+        ("send", "closed by peer", "closed by peer"),
+    ],
+)
+def test_a_transfer_whose_sender_can_not_tell_who_never_came_names_who_said_nothing(
+    drive: Drive, phase: str, reason: str, told: str
+) -> None:
+    transferring(drive)
+    drive.hear(drive.loaded(0))
+    drive.hear(TransferFailed(epoch=drive.epoch, phase=phase, error="RuntimeError", reason=reason))
+    assert drive.one(RefitFailed).reason == told
+
+
+def test_a_transfer_that_ends_at_the_epochs_deadline_names_who_said_nothing(drive: Drive) -> None:
+    transferring(drive)
+    drive.hear(drive.loaded(1))
+    drive.wake()
+    assert drive.one(RefitFailed).reason.endswith("(refit.deadline_s); no word from engine-0")
+
+
 def test_epochs_follow_a_failure_after_pauses_that_double() -> None:
     drive = Drive(retry_backoff_s=4.0, failures=20)
     drive.fleet()
