@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from actors.trainer.checkpoint import Writer
 
@@ -20,6 +22,16 @@ def copied(model_dir: Path) -> dict[str, Writer]:
         for source in sorted(model_dir.iterdir())
         if source.suffix in {".json", ".jinja", ".txt", ".model"} and not source.name.endswith(".index.json")
     }
+
+
+def on_host(tensors: Iterable[tuple[str, Any]], *, keep: bool) -> dict[str, Any]:
+    """Takes all of `tensors`, which ranks gather together, and keeps copies in host memory where they are wanted."""
+    kept = {}
+    for name, tensor in tensors:
+        if keep:
+            kept[name] = tensor.cpu()
+        del tensor  # before the next one is gathered
+    return kept
 
 
 def vocabulary(model_dir: Path) -> int:

@@ -61,13 +61,13 @@ def leave(mesh: DeviceMesh | None) -> None:
         dist.destroy_process_group()
 
 
-def shard(model: Any, mesh: DeviceMesh | None) -> None:
-    """Cut the parameters of `model` over the ranks, in place; layer by layer."""
-    if mesh is None:
-        return
-    for layer in layers(model):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+def shard(model: Any, mesh: DeviceMesh | None) -> Any:
+    """Cut the parameters of `model` over the ranks, in place: layer by layer, each moved to the device for that."""
+    if mesh is not None:
+        for layer in layers(model):
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
 
 
 def layers(model: Any) -> list[torch.nn.Module]:

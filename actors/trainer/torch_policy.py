@@ -6,7 +6,6 @@ Parameters and optimizer are float32; `bfloat16` means autocast while computing,
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,23 +62,29 @@ class TorchPolicy:
         self._seed = seed
         self._total_steps = total_steps
         self._world = world
-        # eval(): dropout would make the ratio of an unchanged policy differ from 1.
-        self.model = initial_model(model_dir, seed).to(self.device).eval()
-        if config.packed:
-            packed.use(self.model)
-        self._reference = copy.deepcopy(self.model).requires_grad_(False) if config.loss.kl_coef else None
-        if config.activation_checkpointing:
-            _recompute(self.model)
         self._mesh = spread.join(world, self.device)
         self._ranks: ProcessGroup | None = None if self._mesh is None else self._mesh.get_group()
-        for model in (self.model, self._reference):
-            if model is not None:
-                spread.shard(model, self._mesh)
+        try:
+            self.model = self._loaded()
+            self._reference = self._loaded().requires_grad_(False) if config.loss.kl_coef else None
+        except BaseException:
+            self.close()
+            raise
+        if config.activation_checkpointing:
+            _recompute(self.model)
         self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._references = [] if self._reference is None else list(self._reference.parameters())
         self._optimizer = _optimizer(self._parameters, config)
         self._shelf = offload.Shelf(self.device)
         self._put_away()
+
+    def _loaded(self) -> Any:
+        """The initial model. In host memory first: no device ever has more of a sharded one than a layer and a part."""
+        model = initial_model(self._model_dir, self._seed)
+        if self._config.packed:
+            packed.use(model)
+        # eval(): dropout would make the ratio of an unchanged policy differ from 1.
+        return spread.shard(model, self._mesh).to(self.device).eval()
 
     def train_step(self, samples: Sequence[Sample]) -> dict[str, float]:
         """One step over a batch: `epochs` passes of `minibatches` updates; answers scalar metrics.
@@ -130,8 +135,8 @@ class TorchPolicy:
 
     def save(self, path: Path, meta: Mapping[str, Any]) -> int:
         """Write a checkpoint durably and atomically; answers its bytes. It is a Hugging Face model directory too."""
-        weights = {name: self._whole_on_cpu(tensor) for name, tensor in self._tensors()}
-        state = {"step": self.step, "optimizer": self._moments(self._whole_on_cpu), "rng": _rng_state(self.device)}
+        weights = {name: self._gathered(tensor) for name, tensor in self._tensors()}
+        state = {"step": self.step, "optimizer": self._moments(self._gathered), "rng": _rng_state(self.device)}
         if self._world.rank:
             return 0
         files: dict[str, checkpoint.Writer] = {
@@ -182,10 +187,12 @@ class TorchPolicy:
         offload.own([*moments, *weights])
         self._shelf.put([*moments, *weights])
 
-    def _whole_on_cpu(self, tensor: Tensor) -> Tensor:
-        """A copy, if what it is of can be put away."""
+    def _gathered(self, tensor: Tensor) -> Tensor:
+        """On rank 0, all of a tensor in host memory: a copy, if what it is of can be put away. Nothing on others."""
         with self._shelf.here(tensor):
             whole = spread.whole(tensor.detach())
+            if self._world.rank:
+                return torch.empty(0)
             return whole.clone() if whole.device.type == "cpu" and self._shelf.bytes else whole.cpu()
 
     def _moments(self, change: Callable[[Tensor], Tensor]) -> dict[str, Any]:

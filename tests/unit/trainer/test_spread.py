@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,11 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from actors.trainer import backend, spread
-from actors.trainer.backend import BackendError, Job
+from actors.trainer import backend, hf_files, spread
+from actors.trainer.backend import BackendError, Job, World
 from actors.trainer.packing import Sample
+from actors.trainer.torch_policy import TorchPolicy
 from config.schema import LossConfig, TrainerConfig
+from tests.unit.trainer.live import Live
 
 Make = Callable[..., list[Sample]]
 
@@ -73,6 +80,82 @@ def test_two_ranks_train_export_save_and_resume_as_one_does(
         assert all(
             torch.equal(tensor, weight) for (_, tensor), (_, weight) in zip(both.export(), alone.export(), strict=True)
         )
+
+
+@pytest.fixture
+def one_of_two(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], TorchPolicy]]:
+    """A rank whose other one is made up: what is gathered of it is nothing to go by."""
+    opened: list[TorchPolicy] = []
+
+    def join(world: World, device: torch.device) -> Any:
+        dist.init_process_group("fake", store=FakeStore(), rank=world.rank, world_size=world.size)
+        return init_device_mesh(device.type, (world.size,))
+
+    def make(rank: int) -> TorchPolicy:
+        config = TrainerConfig(device="cpu", ranks=2, loss=LossConfig(kl_coef=0.1))
+        opened.append(TorchPolicy(model_dir, config, world=World(rank=rank, size=2)))
+        return opened[-1]
+
+    monkeypatch.setattr(spread, "join", join)
+    yield make
+    for policy in opened:
+        policy.close()
+
+
+def test_a_rank_moves_nothing_but_its_parts_to_the_device(
+    one_of_two: Callable[[int], TorchPolicy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[list[torch.nn.Parameter]] = []
+    real = torch.nn.Module.to
+
+    def to(self: torch.nn.Module, *arguments: Any, **named: Any) -> Any:
+        if any(isinstance(word, torch.device) for word in (*arguments, *named.values())):
+            moved.append(list(self.parameters()))
+        return real(self, *arguments, **named)
+
+    monkeypatch.setattr(torch.nn.Module, "to", to)
+    policy = one_of_two(1)
+    assert len(moved) == 2, "the policy and its reference"
+    assert all(isinstance(parameter, DTensor) for parameters in moved for parameter in parameters)
+    whole = sum(parameter.numel() for parameter in policy._parameters)
+    own = sum(parameter.to_local().numel() for parameter in policy._parameters if isinstance(parameter, DTensor))
+    assert own == pytest.approx(whole / 2, rel=0.01)
+
+
+def test_only_the_first_rank_keeps_what_all_gather_for_a_checkpoint(
+    one_of_two: Callable[[int], TorchPolicy], tmp_path: Path
+) -> None:
+    """Weights alone: the made up rank takes no step."""
+    peaks, path = {}, tmp_path / "v0000000001-step00000001"
+    for rank in (0, 1):
+        policy = one_of_two(rank)
+        size = sum(4 * parameter.numel() for parameter in policy._parameters)
+        with Live() as live:
+            written = policy.save(path, {})
+        peaks[rank] = live.peak / size
+        assert (written > 0) == (rank == 0)
+        policy.close()
+    assert peaks[0] > 1
+    assert peaks[1] < 0.5
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_what_is_not_kept_is_gone_before_the_next_is_gathered(keep: bool) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def gathered() -> Iterator[tuple[str, torch.Tensor]]:
+        for number in range(3):
+            assert keep or all(each() is None for each in alive)
+            tensor = torch.full((2,), float(number))
+            alive.append(weakref.ref(tensor))
+            yield str(number), tensor
+            del tensor
+
+    kept = hf_files.on_host(gathered(), keep=keep)
+    assert {name: tensor.tolist() for name, tensor in kept.items()} == (
+        {str(number): [float(number)] * 2 for number in range(3)} if keep else {}
+    )
+    assert len(alive) == 3
 
 
 @pytest.mark.parametrize(
