@@ -29,7 +29,7 @@ class _Statistics(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor]:
         chosen = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
         entropy = torch.empty_like(chosen)
-        for part in _stretches(logits):
+        for part in stretches(logits):
             distribution = _distribution(logits[part], temperature[part])
             chosen[part] = distribution.gather(1, targets[part, None])[:, 0]
             entropy[part] = -(distribution.exp() * distribution).sum(1)
@@ -43,7 +43,7 @@ class _Statistics(torch.autograd.Function):
         by_chosen, by_entropy = gradients
         logits, targets, temperature, entropy = ctx.saved_tensors
         result = torch.empty_like(logits)
-        for part in _stretches(logits):
+        for part in stretches(logits):
             distribution = _distribution(logits[part], temperature[part])
             probability = distribution.exp()
             found = torch.zeros_like(distribution)
@@ -60,6 +60,7 @@ def _distribution(logits: Tensor, temperature: Tensor) -> Tensor:
     return torch.log_softmax(logits.float() / temperature[:, None], dim=-1)
 
 
-def _stretches(logits: Tensor) -> Iterator[slice]:
+def stretches(logits: Tensor) -> Iterator[slice]:
+    """Rows of `logits` that are float32 at a time."""
     count = max(1, STRETCH // logits.shape[1])
     return (slice(start, start + count) for start in range(0, len(logits), count))

@@ -61,7 +61,7 @@ def prepare() -> None:
 
 
 def transformer_engine() -> bool:
-    """Whether megatron-core will use Transformer Engine."""
+    """Whether it is installed."""
     return _found("transformer_engine")
 
 

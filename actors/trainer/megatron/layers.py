@@ -40,7 +40,7 @@ class PackedAttention(torch.nn.Module):
         `packed_seq_params` is what `Rotation` made for the row.
         """
         q, k, v = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-        attended = attend(self, q, k, v, None, layout=packed_seq_params.layout, scaling=self._scale)[0]
+        attended = attend(self, q, k, v, None, layout=packed_seq_params.attended, scaling=self._scale)[0]
         return attended[0].flatten(1)
 
 
@@ -59,7 +59,8 @@ class Rotation:
     """Rotates the tokens of a packed row each by its own position, all at once.
 
     megatron cuts a row into its sequences to do so, in Python, and twice in each layer. It takes a row for one sequence
-    instead, whose angles are laid out beforehand: `positions` int64 [tokens] of the row that comes next.
+    instead, whose angles are laid out beforehand: `positions` int64 [tokens] of the row that comes next. Attention is
+    told of the sequences apart from that.
     """
 
     def __init__(self, chunks: Sequence[torch.nn.Module]) -> None:
@@ -68,18 +69,30 @@ class Rotation:
             for module in chunk.modules():
                 if isinstance(module, RotaryEmbedding):
                     module.register_forward_hook(self._laid_out)
+                attention = getattr(module, "core_attention", None)
+                if attention is not None and not isinstance(attention, PackedAttention):
+                    attention.register_forward_pre_hook(_apart, with_kwargs=True)
 
-    def _laid_out(self, module: torch.nn.Module, arguments: Any, angles: Tensor) -> Tensor:
-        """[longest, 1, 1, width] -> [tokens, 1, 1, width]."""
+    def _laid_out(self, module: torch.nn.Module, arguments: Any, angles: Any) -> Any:
+        """[longest, 1, 1, width] -> [tokens, 1, 1, width]; YaRN's come with a factor."""
         assert self.positions is not None
+        if isinstance(angles, tuple):
+            return angles[0][self.positions], *angles[1:]
         return angles[self.positions]
 
-    def packed(self, positions: Tensor, longest: int, rectangles: Any) -> PackedSeqParams:
-        """A row as one sequence, whose bounds are on the CPU, so that reading them waits for nothing."""
+    def packed(self, positions: Tensor, longest: int, attended: Any) -> PackedSeqParams:
+        """A row as one sequence, whose bounds are on the CPU, so that reading them waits for nothing.
+
+        `attended` is for attention: rectangles for `PackedAttention`, what `packed` makes for another.
+        """
         self.positions = positions
         row = packed(torch.tensor([0, len(positions)], dtype=torch.int32), longest)
-        row.layout = rectangles  # for `PackedAttention`
+        row.attended = attended
         return row
+
+
+def _apart(attention: torch.nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    return arguments, {**named, "packed_seq_params": named["packed_seq_params"].attended}
 
 
 class Norm(torch.nn.RMSNorm):
@@ -98,7 +111,7 @@ def blocks(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodul
     if config.normalization != "RMSNorm" or config.layernorm_zero_centered_gamma or config.multi_latent_attention:
         raise BackendError(
             "without Transformer Engine, the megatron backend trains models with RMSNorm and plain attention (Llama, "
-            "Qwen2, Qwen3, Qwen3-MoE); install transformer-engine for others"
+            "Qwen2, Qwen3, Qwen3-MoE); others need transformer-engine, a GPU and model.dtype=bfloat16"
         )
     # Asked for as LayerNorm, since megatron's RMSNorm without Transformer Engine refuses sequence parallelism.
     layer = get_gpt_layer_local_spec(

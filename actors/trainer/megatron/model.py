@@ -11,10 +11,13 @@ import torch
 from megatron.bridge import AutoBridge
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.utils import unwrap_model
 
 from actors.trainer.backend import BackendError
-from actors.trainer.megatron import installation, layers
+from actors.trainer.megatron import installation, kernels, layers
 from config.schema import TrainerConfig
 
 UNUSED = (
@@ -30,15 +33,23 @@ UNUSED = (
 )
 """Kernels that come with Transformer Engine or Apex."""
 
+YARN = {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_correction_range_round_to_int": True}
+"""What transformers takes for what a model's configuration leaves out; the bridge takes None."""
+
 
 @dataclass(frozen=True)
 class Built:
-    """This rank's part. `chunks` are megatron's model chunks, wrapped for data parallelism."""
+    """This rank's part. `chunks` are megatron's model chunks, wrapped for data parallelism.
+
+    `engine`: their layers are Transformer Engine's.
+    """
 
     bridge: Any
     provider: Any
     chunks: list[Any]
     optimizer: Any
+    engine: bool
+    rotation: kernels.Rotation
 
 
 def build(path: Path, config: TrainerConfig, *, dtype: torch.dtype, seed: int, gpu: bool) -> Built:
@@ -48,7 +59,8 @@ def build(path: Path, config: TrainerConfig, *, dtype: torch.dtype, seed: int, g
     """
     bridge = AutoBridge.from_hf_pretrained(str(path))
     provider: Any = bridge.to_megatron_provider(load_weights=True)
-    _configure(provider, config, dtype, gpu)
+    engine = kernels.transformer_engine(installed=installation.transformer_engine(), gpu=gpu, dtype=dtype)
+    rotation = _configure(provider, config, dtype, gpu, engine)
     _check(provider, config)
     provider.finalize()
     if not parallel_state.is_initialized():
@@ -60,6 +72,7 @@ def build(path: Path, config: TrainerConfig, *, dtype: torch.dtype, seed: int, g
         overlap_param_gather=config.megatron.overlap,
     )
     chunks = provider.provide_distributed_model(ddp_config=sharding, use_cpu_initialization=not gpu)
+    _check_kind(chunks)
     _check_buckets(chunks)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -84,7 +97,7 @@ def build(path: Path, config: TrainerConfig, *, dtype: torch.dtype, seed: int, g
         settings.no_sync_func = chunks[0].no_sync
         settings.grad_sync_func = chunks[0].start_grad_sync
         settings.param_sync_func = chunks[0].start_param_sync
-    return Built(bridge, provider, chunks, optimizer)
+    return Built(bridge, provider, chunks, optimizer, engine, rotation)
 
 
 def optimizers(optimizer: Any) -> list[Any]:
@@ -105,7 +118,7 @@ def allocate(optimizer: Any) -> None:
                 state["exp_avg_sq"] = torch.zeros_like(parameter.data)
 
 
-def _configure(provider: Any, config: TrainerConfig, dtype: torch.dtype, gpu: bool) -> None:
+def _configure(provider: Any, config: TrainerConfig, dtype: torch.dtype, gpu: bool, engine: bool) -> kernels.Rotation:
     sizes = config.megatron
     provider.tensor_model_parallel_size = sizes.tensor_parallel
     provider.pipeline_model_parallel_size = sizes.pipeline_parallel
@@ -128,10 +141,17 @@ def _configure(provider: Any, config: TrainerConfig, dtype: torch.dtype, gpu: bo
     if provider.num_moe_experts:
         provider.moe_router_load_balancing_type = "none"
         provider.moe_aux_loss_coeff = 0.0
-    if not installation.transformer_engine():
+    for name, usual in YARN.items():
+        if provider.position_embedding_type == "yarn" and getattr(provider, name) is None:
+            setattr(provider, name, usual)
+    rotation = kernels.rotation(provider, engine=engine, kernel=rope_utils.fused_apply_rotary_pos_emb_thd is not None)
+    if not engine:
         provider.transformer_layer_spec = layers.blocks
         for name in UNUSED:
             setattr(provider, name, False)
+    if rotation != "megatron":
+        provider.apply_rope_fusion = rotation == "fused"  # Llama's bridge asks for it, Qwen's do not
+    return rotation
 
 
 def _check(provider: Any, config: TrainerConfig) -> None:
@@ -157,6 +177,16 @@ def _check(provider: Any, config: TrainerConfig) -> None:
     problems = [problem for holds, problem in rules if not holds]
     if problems:
         raise BackendError("; ".join(problems))
+
+
+def _check_kind(chunks: list[Any]) -> None:
+    """Refuse a model that has no place to say which logits are wanted."""
+    for chunk in unwrap_model(chunks):
+        if not isinstance(chunk, GPTModel):
+            raise BackendError(
+                f"the megatron backend trains megatron-core's GPTModel, and this model is a {type(chunk).__name__} "
+                "there; use trainer.backend=torch"
+            )
 
 
 def _check_buckets(chunks: list[Any]) -> None:

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import FileStore
 
 from actors.trainer import checkpoint, hf_files, objective
 from actors.trainer.backend import Job, World
-from actors.trainer.megatron import installation, layers, model, sharded
+from actors.trainer.megatron import layers, model, sharded
 from actors.trainer.megatron.offloading import Offloading
 from actors.trainer.megatron.vocabulary import token_statistics
 from actors.trainer.metrics import StepMetrics
@@ -67,7 +67,7 @@ class MegatronPolicy:
         weights = Path(job.weights_dir or job.model_dir)
         dtype = getattr(torch, job.dtype)
         self._built = model.build(weights, config, dtype=dtype, seed=job.seed, gpu=self._gpu)
-        self._rotation = None if installation.transformer_engine() else layers.Rotation(self._built.chunks)
+        self._rotation = layers.Rotation(self._built.chunks) if self._built.rotation == "whole" else None
         self._dtype = dtype
         self._vocabulary = hf_files.vocabulary(weights)
         self._last = parallel_state.is_pipeline_last_stage()
@@ -155,7 +155,7 @@ class MegatronPolicy:
         dist.barrier()
         with self._offloading.weights_here():
             sharded.write(self._built, self.step, stage, self._offloading.on_host)
-            weights = {name: tensor.cpu() for name, tensor in self.export()}
+            weights = hf_files.on_host(self.export(), keep=lead)
         if not lead:
             return 0
         files: dict[str, checkpoint.Writer] = {
@@ -248,7 +248,10 @@ class MegatronPolicy:
         def forward(numbered: Iterator[tuple[int, Row]], chunk: Any) -> tuple[Tensor, LogitsLoss]:
             number, row = next(numbered)
             ids, positions = objective.on(self.device, row.ids)[None], objective.on(self.device, row.positions)[None]
-            return chunk(ids, positions, None, packed_seq_params=self._packed(row, positions[0])), loss(number, row)
+            named: dict[str, Any] = {"packed_seq_params": self._packed(row, positions[0])}
+            if self._built.provider.bf16:
+                named["fp32_output"] = False  # all logits at once in float32 would be most of what the step takes
+            return chunk(ids, positions, None, output_processor=self._wanted(row), **named), loss(number, row)
 
         return get_forward_backward_func()(
             forward_step_func=forward,
@@ -261,16 +264,34 @@ class MegatronPolicy:
         )
 
     def _packed(self, row: Row, positions: Tensor) -> PackedSeqParams:
-        if self._rotation is not None:
+        if not self._built.engine:
+            assert self._rotation is not None
             return self._rotation.packed(positions, row.longest, layout(row.bounds, self.device))
-        return layers.packed(objective.on(self.device, row.bounds), row.longest)
+        attended = layers.packed(objective.on(self.device, row.bounds), row.longest)
+        return attended if self._rotation is None else self._rotation.packed(positions, row.longest, attended)
+
+    def _wanted(self, row: Row) -> Callable[..., Tensor]:
+        """Last of megatron's forward pass: logits [n, part of vocabulary] of the tokens that predict trainable ones."""
+        source = (
+            objective.on(self.device, row.source) if row.micro else torch.zeros(1, dtype=torch.long, device=self.device)
+        )
+        spread = self._built.provider.sequence_parallel
+
+        def output(
+            *, hidden_states: Tensor, output_layer: Any, output_weight: Any, scale_logits: Any, **_: Any
+        ) -> Tensor:
+            # Where ranks have a part of the row each, the output layer gathers it.
+            logits, _ = output_layer(hidden_states if spread else hidden_states[source], weight=output_weight)
+            return scale_logits(logits[source] if spread else logits)[:, 0]
+
+        return output
 
     def _statistics(self, logits: Tensor, row: Row) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy float32 [n] of a row's trainable tokens, from [1, tokens, part of vocabulary]."""
+        """Log-probability and entropy float32 [n] of a row's trainable tokens, from [n, part of vocabulary]."""
         assert row.micro is not None
         temperature = objective.on(self.device, row.micro.temperature)
         return token_statistics(
-            logits[0, objective.on(self.device, row.source)],
+            logits,
             objective.on(self.device, row.micro.target),
             temperature,
             vocabulary=self._vocabulary,

@@ -1,4 +1,7 @@
-"""Log-probabilities and entropies from logits that are split over ranks by vocabulary, padding left out."""
+"""Log-probabilities and entropies from logits that are split over ranks by vocabulary, padding left out.
+
+As in `actors.trainer.statistics`: a stretch of tokens is float32 at a time, and computed again in the backward pass.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
+
+from actors.trainer.statistics import stretches
 
 IMPOSSIBLE = -1e30
 """Logit of a padding entry: finite, so that 0 * log 0 is 0."""
@@ -17,49 +22,66 @@ def token_statistics(
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target and entropy of its distribution at `temperature`: float32 [n], differentiable.
 
-    `logits` [n, part] are this rank's part of the vocabulary, `targets` int64 [n], `temperature` float [n]. Entries
+    `logits` [n, part] are this rank's part of the vocabulary, `targets` int64 [n], `temperature` float32 [n]. Entries
     from `vocabulary` on are padding. All ranks of `group` must call it together; each gets the whole result, and the
     gradient of its own part.
     """
     start = group.rank() * logits.shape[1]
-    scaled = logits.float() / temperature[:, None]
-    if start + logits.shape[1] > vocabulary:
-        padding = torch.arange(start, start + logits.shape[1], device=logits.device) >= vocabulary
-        scaled = scaled.masked_fill(padding, IMPOSSIBLE)
-    return _Statistics.apply(scaled, targets - start, group)
+    return _Statistics.apply(logits, targets - start, temperature, vocabulary - start, group)
 
 
 class _Statistics(torch.autograd.Function):
-    """(logits [n, part], targets relative to this part [n]) -> (log-probabilities [n], entropies [n])."""
+    """`targets` and `real`, the number of entries that are no padding, are relative to this part of the vocabulary."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup) -> tuple[Tensor, Tensor]:
-        greatest = logits.max(dim=1).values
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor, real: int, group: ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
+        greatest = temperature.new_empty(len(logits))
+        for rows in stretches(logits):
+            greatest[rows] = _scaled(logits[rows], temperature[rows], real).max(1).values
         all_reduce(greatest, ReduceOp.MAX, group)
-        shifted = logits - greatest[:, None]
-        total = shifted.exp().sum(1)
-        all_reduce(total, ReduceOp.SUM, group)
-        distribution = shifted - total.log()[:, None]
-        probability = distribution.exp()
         here = (targets >= 0) & (targets < logits.shape[1])
         local = targets.clamp(0, logits.shape[1] - 1)
-        both = torch.stack(
-            [
-                distribution.gather(1, local[:, None])[:, 0] * here,
-                -(probability * distribution).sum(1),
-            ]
-        )
-        all_reduce(both, ReduceOp.SUM, group)
-        chosen, entropy = both.unbind()
-        ctx.save_for_backward(distribution, local, here, entropy)
-        return chosen, entropy
+        sums = temperature.new_empty(3, len(logits))
+        for rows in stretches(logits):
+            shifted = _scaled(logits[rows], temperature[rows], real).sub_(greatest[rows, None])
+            sums[2, rows] = shifted.gather(1, local[rows, None])[:, 0] * here[rows]
+            weights = shifted.exp()
+            sums[0, rows] = weights.sum(1)
+            sums[1, rows] = shifted.mul_(weights).sum(1)
+        all_reduce(sums, ReduceOp.SUM, group)
+        total, weighted, chosen = sums
+        norm = total.log()
+        entropy = norm - weighted / total
+        ctx.save_for_backward(logits, local, here, temperature, greatest, norm, entropy)
+        ctx.set_materialize_grads(False)
+        ctx.real = real
+        return chosen - norm, entropy
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        """d log p_t / d x_j = [j = t] - p_j, and d H / d x_j = -p_j (log p_j + H)."""
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None, None, None]:
+        """d log p_t / d x_j = [j = t] - p_j and d H / d x_j = -p_j (log p_j + H), both over the temperature."""
         by_chosen, by_entropy = gradients
-        distribution, local, here, entropy = ctx.saved_tensors
-        probability = distribution.exp()
-        result = -probability * (by_chosen[:, None] + by_entropy[:, None] * (distribution + entropy[:, None]))
-        result.scatter_add_(1, local[:, None], (by_chosen * here)[:, None])
-        return result, None, None
+        logits, local, here, temperature, greatest, norm, entropy = ctx.saved_tensors
+        result = torch.empty_like(logits)
+        for rows in stretches(logits):
+            found = _scaled(logits[rows], temperature[rows], ctx.real).sub_(greatest[rows, None]).sub_(norm[rows, None])
+            probability = found.exp()
+            if by_entropy is None:
+                found.zero_()
+            else:
+                found.add_(entropy[rows, None]).mul_(-by_entropy[rows, None]).mul_(probability)
+            if by_chosen is not None:
+                found -= probability.mul_(by_chosen[rows, None])
+                found.scatter_add_(1, local[rows, None], (by_chosen * here)[rows, None])
+            result[rows] = found.div_(temperature[rows, None])
+        return result, None, None, None, None
+
+
+def _scaled(logits: Tensor, temperature: Tensor, real: int) -> Tensor:
+    """A copy in float32, at `temperature`, without padding."""
+    values = torch.div(logits, temperature[:, None])
+    if real < values.shape[1]:
+        values[:, max(real, 0) :] = IMPOSSIBLE
+    return values

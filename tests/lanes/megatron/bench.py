@@ -39,13 +39,24 @@ SHAPE: dict[str, Any] = {
     "max_position_embeddings": 64,
     "initializer_range": 0.15,
 }
+NARROW: dict[str, Any] = {**SHAPE, "head_dim": 16}
 FAMILIES: dict[str, Callable[[], PretrainedConfig]] = {
     "llama": lambda: LlamaConfig(**SHAPE, tie_word_embeddings=True, architectures=["LlamaForCausalLM"]),
     "qwen2": lambda: Qwen2Config(**SHAPE, tie_word_embeddings=False, architectures=["Qwen2ForCausalLM"]),
-    "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"]),
-    "qwen3-moe": lambda: Qwen3MoeConfig(
+    "qwen2-yarn": lambda: Qwen2Config(
         **SHAPE,
-        head_dim=16,
+        tie_word_embeddings=False,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+        architectures=["Qwen2ForCausalLM"],
+    ),
+    "qwen3": lambda: Qwen3Config(**NARROW, tie_word_embeddings=True, architectures=["Qwen3ForCausalLM"]),
+    "qwen3-moe": lambda: Qwen3MoeConfig(
+        **NARROW,
         tie_word_embeddings=False,
         num_experts=4,
         num_experts_per_tok=2,

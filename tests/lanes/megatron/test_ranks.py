@@ -1,4 +1,4 @@
-"""Two ranks over gloo: the same results however the model is spread, and an end in time when a rank is lost."""
+"""Ranks over gloo: the same results however the model is spread, and an end in time when a rank is lost."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from actors.trainer.backend import BackendError
 from actors.trainer.ranks import RankError
 from tests.lanes.megatron.bench import Bench, furthest, same
 
-SPREADS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "tensor": ("qwen2", {"tensor_parallel": 2}, "optimizer"),
-    "pipeline": ("llama", {"pipeline_parallel": 2}, "none"),
-    "experts": ("qwen3-moe", {"expert_parallel": 2}, "all"),
-    "data": ("qwen3", {"overlap": True}, "all"),
+COSINE = {"schedule": "cosine", "warmup_steps": 1}
+SPREADS: dict[str, tuple[int, str, dict[str, Any], str, dict[str, Any]]] = {
+    "tensor": (2, "qwen2", {"tensor_parallel": 2}, "optimizer", {}),
+    "pipeline": (2, "llama", {"pipeline_parallel": 2}, "none", {}),
+    "sequence": (2, "qwen3-moe", {"tensor_parallel": 2}, "none", {}),
+    "data": (2, "qwen3", {"overlap": True}, "all", {}),
+    "four": (4, "qwen3-moe", {"tensor_parallel": 2, "expert_parallel": 2}, "all", COSINE),
 }
-"""Family, `trainer.megatron` and `trainer.offload`."""
+"""Ranks, family, `trainer.megatron`, `trainer.offload`, and more of `trainer`. Four have each of them but pipelines."""
 
 
 @pytest.mark.parametrize("spread", SPREADS)
-def test_two_ranks_train_export_and_resume_as_one_process_does(
+def test_ranks_train_export_and_resume_as_one_process_does(
     spread: str, bench: Callable[[str], Bench], tmp_path: Path
 ) -> None:
-    family, sizes, offload = SPREADS[spread]
+    ranks, family, sizes, offload, more = SPREADS[spread]
     stand = bench(family)
     samples, saved = stand.samples, tmp_path / "v0000000001-step00000001"
-    reference = stand.torch()
-    with stand.megatron(ranks=2, megatron=sizes, offload=offload) as policy:
+    reference = stand.torch(**more)
+    with stand.megatron(ranks=ranks, megatron=sizes, offload=offload, **more) as policy:
         assert furthest(policy.logprobs(samples), reference.logprobs(samples)) < 2e-5
         mine, theirs = policy.train_step(samples), reference.train_step(samples)
         for name in theirs.keys() - {"padding_fraction"}:
@@ -40,13 +42,13 @@ def test_two_ranks_train_export_and_resume_as_one_process_does(
         policy.save(saved, {"step": 1})
         # what is exported right after the step is what the step made, whether or not parameters are gathered late
         assert furthest(stand.torch(saved).logprobs(samples), policy.logprobs(samples)) < 2e-5
-        policy.train_step(samples)
-        reference.train_step(samples)
+        after = policy.train_step(samples)
+        assert after["lr"] == reference.train_step(samples)["lr"]
         assert furthest(policy.logprobs(samples), reference.logprobs(samples)) < 5e-3
         uninterrupted = dict(policy.export())
         assert uninterrupted["model.embed_tokens.weight"].shape == (131, 128)
         policy.load(saved)
-        policy.train_step(samples)
+        assert policy.train_step(samples)["lr"] == after["lr"]
         assert same(dict(policy.export()), uninterrupted)
 
 
