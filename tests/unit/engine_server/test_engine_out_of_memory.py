@@ -90,7 +90,8 @@ async def test_an_engine_out_of_memory_fails_the_epoch_and_smaller_buckets_are_c
 ) -> None:
     scheduler = stepped().scheduler
     limits = Limits(vocab=160, context=512, total=8192, eos=frozenset(), seed=0, sequences=4)
-    app = Server(scheduler, Groups(torch.device("cpu"), 60.0), limits, {"model": {}, "server": {}}, 2**20)
+    groups = Groups(torch.device("cpu"), 60.0)
+    app = Server(scheduler, groups, limits, {"model": {}, "server": {}}, 2**20)
     scheduler.connect(app.publish, app.crashed)
     scheduler.start()
     named = scheduler.model.weights.named
@@ -133,6 +134,8 @@ async def test_an_engine_out_of_memory_fails_the_epoch_and_smaller_buckets_are_c
             await driver.mode("serving")
             assert all(torch.equal(named[name], tensor) for name, tensor in tensors.items())
     await asyncio.to_thread(sender.close)
+    for name in groups.names():
+        groups.leave(name)
     scheduler.stop(20)
 
 
