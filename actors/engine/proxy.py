@@ -147,9 +147,12 @@ class Proxy:
         self._running: dict[asyncio.Task[None], tuple[str, ...]] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._doomed: set[str] = set()
+        self._gathering: asyncio.Task[None] | None = None
+        """Will abort what is in `_doomed`."""
         self._abort_turn = asyncio.Lock()
-        self._sweeping = asyncio.Lock()
-        """Held while the server is told to abort all: it would take what is admitted meanwhile for a part of that."""
+        self._unswept = asyncio.Event()
+        """Clear while the server is told to abort all: it would take what is admitted meanwhile for a part of that."""
+        self._unswept.set()
         self._idle = asyncio.Event()
         self._idle.set()
         self.doubt = False
@@ -199,6 +202,18 @@ class Proxy:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._idle.wait(), ABORT_EVERY_S)
 
+    async def end(self, rids: Collection[str]) -> None:
+        """Have the server abort these, with what else is to be aborted by then. Raises `CallError`.
+
+        A caller that leaves takes nothing with it: the others' are aborted all the same.
+        """
+        if not rids:
+            return
+        self._doomed.update(rids)
+        if self._gathering is None:
+            self._gathering = self._spawn(self._end_doomed())
+        await asyncio.shield(self._gathering)
+
     # --- routes ------------------------------------------------------------------------------------------------------
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -212,9 +227,8 @@ class Proxy:
         try:
             body = await request.read()
             grant = await self._admit(epoch)
-            while self._sweeping.locked():
-                async with self._sweeping:
-                    pass
+            while not self._unswept.is_set():
+                await self._unswept.wait()
                 grant = await self._admit(epoch)
         except web.HTTPRequestEntityTooLarge as error:
             return _refusal(413, "bad_request", error.text or "the body is too large")
@@ -279,23 +293,23 @@ class Proxy:
         """Abort one request until it ends, which it does at its deadline at the latest."""
         while not task.done():
             with contextlib.suppress(CallError):
-                await self._end(rids)
+                await self.end(rids)
             await asyncio.wait((task,), timeout=ABORT_EVERY_S)
 
-    async def _end(self, rids: Collection[str]) -> None:
-        """Have the server abort these, with what else is to be aborted by then. Raises `CallError`."""
+    async def _end_doomed(self) -> None:
         assert self._client is not None
-        self._doomed.update(rids)
         async with self._abort_turn:
-            if self._doomed:
-                await asyncio.sleep(GATHER_S)
+            await asyncio.sleep(GATHER_S)
             doomed = {rid for rids in self._running.values() for rid in rids if rid in self._doomed}
-            self._doomed = set()
-            if 1 < len(doomed) == self.running:
-                async with self._sweeping:
-                    await self._client.abort_all(ABORT_DEADLINE_S)
-            else:
+            self._doomed, self._gathering = set(), None
+            if not 1 < len(doomed) == self.running:
                 await asyncio.gather(*(self._client.abort(rid, ABORT_DEADLINE_S) for rid in doomed))
+                return
+            self._unswept.clear()
+            try:
+                await self._client.abort_all(ABORT_DEADLINE_S)
+            finally:
+                self._unswept.set()
 
     async def _abort_request(self, request: web.Request) -> web.Response:
         """Abort what runs under the prefix `rid`; like the server, 200 when nothing does."""
@@ -310,7 +324,7 @@ class Proxy:
         # the server knows whole ids only: of a prefix that is no id itself it takes no notice
         hit = [rid for rids in self._running.values() for rid in rids if rid.startswith(prefix)]
         try:
-            await self._end(hit)
+            await self.end(hit)
         except CallError as error:
             return _refusal(502, "engine_error", str(error))
         return web.Response()
@@ -322,10 +336,11 @@ class Proxy:
     async def _report(self, request: web.Request) -> web.Response:
         return _json(self._status())
 
-    def _spawn(self, work: Any) -> None:
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
 
 def _json(value: Any, status: int = 200) -> web.Response:

@@ -11,7 +11,7 @@ import aiohttp
 import pytest
 
 from actors.engine import proxy as proxy_module
-from actors.engine.client import HttpEngineClient
+from actors.engine.client import CallError, HttpEngineClient
 from actors.engine.proxy import Grant, Proxy, Refused
 from tests.unit.engine.fake_server import FakeServer
 
@@ -211,22 +211,69 @@ async def test_aborts_of_some_leave_the_others_alone(bench: Bench) -> None:
     assert b'"length"' in (await spared)[1]
 
 
-async def test_nothing_is_admitted_while_the_server_aborts_all(bench: Bench) -> None:
+async def test_nothing_is_admitted_while_the_server_aborts_all(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would abort that too, which nobody asked it to."""
     requests = [bench.generate("g-1-0000"), bench.generate("g-1-0001")]
     await bench.server.came("/generate", 2)
-    bench.server.hang.add("/abort_request")
+    begun, answered = asyncio.Event(), asyncio.Event()
+
+    async def abort_all(timeout: float) -> None:
+        begun.set()
+        await answered.wait()
+
+    monkeypatch.setattr(bench.client, "abort_all", abort_all)
     aborting = asyncio.create_task(bench.post("/abort_request", json={"rid": "g-1-"}))
-    await bench.server.came("/abort_request")
+    await begun.wait()
     late = bench.generate("g-2-0000")
     await bench.gate.was_asked(3)
     assert bench.proxy.running == 2
     bench.gate.reason = "draining by now"  # which is asked again
-    aborting.cancel()
+    answered.set()
     assert (await late)[0] == 409
+    assert (await aborting)[0] == 200
     bench.server.finish("g-1-0000")
     bench.server.finish("g-1-0001")
     await asyncio.gather(*requests)
+
+
+async def test_an_abort_goes_on_when_one_of_those_who_asked_for_it_leaves(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [bench.generate(f"g-{number}-0000") for number in range(3)]
+    await bench.server.came("/generate", 3)
+    abort, under_way, answered = bench.client.abort, [], asyncio.Event()
+    both = asyncio.Event()
+
+    async def slow(rid: str, timeout: float) -> None:
+        under_way.append(rid)
+        if len(under_way) == 2:
+            both.set()
+        await answered.wait()
+        await abort(rid, timeout)
+
+    monkeypatch.setattr(bench.client, "abort", slow)
+    first, second = (asyncio.create_task(bench.proxy.end([f"g-{number}-0000"])) for number in range(2))
+    async with asyncio.timeout(20):
+        await both.wait()
+        first.cancel()
+        await asyncio.wait({first})
+        answered.set()
+        await second
+        assert all([b'"abort"' in (await each)[1] for each in requests[:2]])
+    bench.server.finish("g-2-0000")
+    await requests[2]
+
+
+async def test_an_abort_that_fails_has_failed_for_all_who_asked_for_it(bench: Bench) -> None:
+    requests = [bench.generate(f"g-{number}-0000") for number in range(3)]
+    await bench.server.came("/generate", 3)
+    bench.server.answers["/abort_request"] = (500, b"no")
+    ends = [bench.proxy.end([f"g-{number}-0000"]) for number in range(2)]
+    found = await asyncio.gather(*ends, return_exceptions=True)
+    assert [type(error) for error in found] == [CallError, CallError]
+    for number, request in enumerate(requests):
+        bench.server.finish(f"g-{number}-0000")
+        await request
 
 
 @pytest.mark.parametrize("body", [b"{}", b"nonsense", b'{"rid": ""}', b'{"rid": 3}', b'{"abort_all": true}'])
