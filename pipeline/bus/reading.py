@@ -65,17 +65,16 @@ class Reader:
             commands = [self._group_read(wanted, group, min(wanted.values()), left_ms)]
             if cursors:
                 commands.append(self._read(cursors, 0, min(FIRST, PAGE)))
-            found = await self._sure(wanted, group, lambda commands=commands: self._both(commands), left_ms)
+            found = await self._sure(wanted, group, lambda commands=commands: self._both(commands, cursors), left_ms)
             if found is not _LOST:
                 work, rows = found
                 return Received(self._delivered(work, group), self._events(rows, cursors))
 
-    async def _both(self, commands: Sequence[Sequence[Any]]) -> tuple[Any, Rows]:
+    async def _both(self, commands: Sequence[Sequence[Any]], cursors: Mapping[str, str]) -> tuple[Any, Rows]:
         """One try: the reply of the first command, and all that the second begins to read."""
         work, *news = await self._link.once(*commands)
         rows = self._rows(news[0] if news else None)
-
-        await self._complete(rows, self._link.evaluate)
+        await self._complete(rows, cursors, self._link.evaluate)
         return work, rows
 
     async def _again(self, wanted: Mapping[str, int], group: str) -> list[WorkEntry]:
@@ -155,9 +154,8 @@ class Reader:
         first = min(FIRST, count)
         rows = self._rows(await self._link.command(*self._read(cursors, block_ms, first), block_ms=block_ms))
         if first < count and _full(rows, first):
-            # Of all streams, so that nothing came in between.
-            ends = {stream: _end(rows, stream, cursor) for stream, cursor in cursors.items()}
-            more = await self._page(rows, ends, count, self._link.call)
+            left = {stream: count - len(rows.get(stream, ())) for stream in cursors}
+            more = await self._page(rows, cursors, left, self._link.call)
             _settle(rows, [stream for stream in more if len(rows[stream]) < count])
         return self._events(rows, cursors)
 
@@ -166,26 +164,29 @@ class Reader:
         if not cursors:
             return Followed([], [])
         rows = self._rows(await self._link.command(*self._read(cursors, 0, min(FIRST, PAGE))))
-        await self._complete(rows, self._link.call)
+        await self._complete(rows, cursors, self._link.call)
         return self._events(rows, cursors)
 
-    async def _complete(self, rows: Rows, call: Evaluate) -> None:
-        """Read on in streams of which there may be more: all is there that was in the store at the first reading."""
+    async def _complete(self, rows: Rows, cursors: Mapping[str, str], call: Evaluate) -> None:
+        """Read on while there may be more: all is there that was in the store at the first reading."""
         more = _full(rows, min(FIRST, PAGE))
         while more:
-            longest = max(len(rows[stream]) for stream in more)
-            more = await self._page(rows, {stream: _end(rows, stream) for stream in more}, longest + PAGE, call)
+            more = await self._page(rows, cursors, dict.fromkeys(cursors, PAGE), call)
 
-    async def _page(self, rows: Rows, ends: Mapping[str, str], count: int, call: Evaluate) -> set[str]:
-        """Read on behind `ends`, up to `count` rows of each stream; answers those of which there may be more."""
+    async def _page(self, rows: Rows, cursors: Mapping[str, str], most: Mapping[str, int], call: Evaluate) -> set[str]:
+        """Read on, so many rows of each stream; answers the streams of which there may be more.
+
+        Of all streams at one moment: else of one there would be events behind some of another that came in between.
+        """
         places = [
-            (Key(self._keys.stream(stream)), end, count - len(rows.get(stream, ()))) for stream, end in ends.items()
+            (Key(self._keys.stream(stream)), _end(rows, stream, cursor), most[stream])
+            for stream, cursor in cursors.items()
         ]
         replies = await call(scripts.page(places, ROOM // len(places)))
-        for stream, (found, _) in zip(ends, replies, strict=True):
+        for stream, (found, _) in zip(cursors, replies, strict=True):
             if found:
                 rows[stream] = rows.get(stream, []) + found
-        return {stream for stream, (_, more) in zip(ends, replies, strict=True) if more}
+        return {stream for stream, (_, more) in zip(cursors, replies, strict=True) if more}
 
     def _read(self, cursors: Mapping[str, str], block_ms: int, count: int) -> list[Any]:
         block = ["BLOCK", block_ms] if block_ms else []
@@ -218,7 +219,7 @@ def _full(rows: Rows, count: int) -> set[str]:
     return {stream for stream, found in rows.items() if len(found) == count}
 
 
-def _end(rows: Rows, stream: str, cursor: str = "0-0") -> str:
+def _end(rows: Rows, stream: str, cursor: str) -> str:
     """The last entry read of a stream; `cursor` if there is none."""
     return rows[stream][-1][0].decode() if stream in rows else cursor
 
@@ -228,7 +229,7 @@ def _settle(rows: Rows, cut: Iterable[str]) -> None:
 
     A journal's numbers are its own.
     """
-    ends = [number(_end(rows, stream)) for stream in cut if not stream.startswith("journal:")]
+    ends = [number(rows[stream][-1][0].decode()) for stream in cut if not stream.startswith("journal:")]
     if ends:
         for stream, found in rows.items():
             rows[stream] = [row for row in found if number(row[0].decode()) <= min(ends)]

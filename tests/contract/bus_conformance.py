@@ -455,6 +455,22 @@ async def test_events_that_come_between_two_pages_are_read_too(store: Store, mon
     assert received.news.entries[-1].data == b"meanwhile"
 
 
+async def test_of_no_stream_is_read_what_came_behind_events_of_another_that_are_not_read(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What actors are handed is in the order of commits, over all streams and over readings too."""
+    bus, ids = await backlog(store, monkeypatch, 3)
+    other = await store.bus("b")
+
+    async def meanwhile() -> None:
+        ids.append(await other.post("fleet", b"one"))
+        ids.append(await other.post("news", b"two"))
+
+    Trips(bus, meanwhile)
+    received = await bus.receive({"tasks": 9}, GROUP, {"news": START, "fleet": START}, block_ms=None)
+    assert [e.entry for e in received.news.entries] == ids
+
+
 async def test_work_whose_events_could_not_all_be_read_comes_again(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
