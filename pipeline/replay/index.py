@@ -1,9 +1,9 @@
 """`replay.index` in a run's directory: what earlier looks at its archive found out, so that a later one need not again.
 
 Nothing in it is believed for its name or its age. The file counts as a whole if its digest is that of its content, and
-if the code and the settings are those by which it was made. Within it, what is known of a file of the archive stands
-under the digest of that file, and a state under the digest of all files that its inputs came from. So a look with it
-answers what a look without it does, and it can be deleted at any time.
+if the code and the settings are those by which it was made; what a plug-in decided is not kept. Within it, what is
+known of a file of the archive stands under the digest of that file, and a state under the digest of all files that its
+inputs came from. So a look with it answers what a look without it does, and it can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import msgspec
 import zstandard
 
 from actors import atomic
+from actors.buffer.samplers import SAMPLERS
 from contracts.core import Core
 from pipeline import rundir
 from pipeline.replay import journals
@@ -33,6 +34,8 @@ SHARE = 8
 """Bytes of archived journals that a byte of kept states must be worth."""
 LEAST = 1 << 20
 """Bytes of states that are kept however small the journals are."""
+BUFFER = "buffer"
+"""The actor whose decisions may be those of a plug-in, its sampler."""
 
 
 class Mark(msgspec.Struct, frozen=True, array_like=True):
@@ -94,6 +97,9 @@ class Index:
 
     def save(self) -> None:
         """Keep what is known now, if that is more; states up to a share of the journals' size. A failure is noted."""
+        if _plugged(self._run):
+            self.content.states.pop(BUFFER, None)
+            self.content.checked.pop(BUFFER, None)
         size = sum(file.stat().st_size for file in self._run.path.glob("journals/*.zst"))
         most = max(LEAST, size // SHARE)
         states = self.content.states
@@ -141,6 +147,13 @@ def _key(run: RunDir) -> bytes:
     info = run.info()
     made = [rundir.code(), platform.python_version(), msgspec.__version__, info.config, info.eras]
     return hashlib.blake2b(msgspec.msgpack.encode(made), digest_size=16).digest()
+
+
+def _plugged(run: RunDir) -> bool:
+    """Whether batches were chosen by a plug-in: `rundir.code` leaves it out, and nobody can tell if it has changed."""
+    info = run.info()
+    names = {config.get("buffer", {}).get("sampler") for config in (info.config, *(era.config for era in info.eras))}
+    return not names <= {None, *SAMPLERS}
 
 
 def _sealed(content: Content) -> bytes:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
+from actors.buffer import samplers
 from actors.recorder import archive
 from actors.recorder.archive import Writer
 from actors.recorder.ordering import number
@@ -20,6 +21,7 @@ from config.schema import RunConfig
 from contracts.core import Entry
 from contracts.envelope import decode, encode
 from contracts.events import EngineDrained
+from contracts.sampler import Pool
 from pipeline import cli, moments
 from pipeline.errors import Exit, PipelineError
 from pipeline.replay import apart, blocks, index
@@ -426,6 +428,26 @@ def test_what_was_checked_is_not_checked_again(run: RunDir, counted: Counted):
     assert counted.steps == first.steps
     assert check_run(run, BASE, Index(run)) == first
     assert counted.steps == first.steps
+
+
+SAMPLER = {"now": samplers.load(BASE.buffer.sampler)}
+
+
+def plugged(pool: Pool) -> tuple[int, ...]:
+    return SAMPLER["now"](pool)
+
+
+def test_a_plug_in_that_decides_otherwise_by_now_is_found(run: RunDir, monkeypatch: pytest.MonkeyPatch):
+    """Its code is not what the index knows."""
+    settings = msgspec.to_builtins(BASE)
+    run.update(config={**settings, "buffer": {**settings["buffer"], "sampler": f"{__name__}:plugged"}})
+    kept = Index(run)
+    first = check_run(run, config_of(run), kept)
+    kept.save()
+    assert first.divergences == ()
+    assert check_run(run, config_of(run), Index(run)) == first
+    monkeypatch.setitem(SAMPLER, "now", lambda pool: samplers.fifo(pool)[:-1])
+    assert [found.actor for found in check_run(run, config_of(run), Index(run)).divergences] == ["buffer"]
 
 
 @pytest.mark.parametrize("closed", [True, False])
