@@ -217,7 +217,7 @@ class TrainerShell:
         def work() -> None:
             try:
                 pruning.set_result(checkpoint.prune(self._checkpoints, self._config.checkpoint.keep, archived))
-            except OSError as error:
+            except Exception as error:  # whatever it is, `pruning.result()` raises it
                 pruning.set_exception(error)
 
         self._pruning = pruning

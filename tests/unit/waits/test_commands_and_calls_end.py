@@ -412,9 +412,12 @@ async def test_a_removal_of_checkpoints_that_hangs_is_told_and_holds_up_nothing(
     assert asked == [(tmp_path, 2, 7)] * 2
 
 
-async def test_a_disk_that_refuses_a_removal_ends_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [PermissionError("read-only"), ValueError("a fault of ours")])
+async def test_a_removal_that_fails_ends_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def refuse(*_: Any) -> Any:
-        raise PermissionError("read-only")
+        raise error
 
     async def register(name: str) -> int:
         return 0
@@ -422,9 +425,10 @@ async def test_a_disk_that_refuses_a_removal_ends_the_trainer(tmp_path: Path, mo
     monkeypatch.setattr(checkpoint, "prune", refuse)
     shell = TrainerShell(RunConfig())
     shell._context, shell._checkpoints = SimpleNamespace(register=register), tmp_path  # type: ignore[assignment]
-    with pytest.raises(PermissionError):
-        await shell.perform(Prune())
-    await shell.close()
+    async with asyncio.timeout(LATE_S):
+        with pytest.raises(type(error)):
+            await shell.perform(Prune())
+        await shell.close()
 
 
 def test_an_actor_run_alone_leaves_a_thread_that_hangs_behind() -> None:
