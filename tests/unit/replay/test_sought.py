@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -433,7 +433,7 @@ def test_what_was_checked_is_not_checked_again(run: RunDir, counted: Counted):
 SAMPLER = {"now": samplers.load(BASE.buffer.sampler)}
 
 
-def plugged(pool: Pool) -> tuple[int, ...]:
+def plugged(pool: Pool) -> Sequence[int]:
     return SAMPLER["now"](pool)
 
 
