@@ -70,6 +70,8 @@ class Sizer:
     def __init__(self, setting: int | None, staging: Staging) -> None:
         self._setting, self._staging = setting, staging
         self._chosen: Choice | None = None
+        self._used = 0
+        """Bytes of the last choice."""
         self._most, self._why = LARGE, ""
 
     def choose(self, tensors: Mapping[str, torch.Tensor], held: int = 0) -> Choice:
@@ -86,15 +88,17 @@ class Sizer:
             chosen = choose(self._setting, free + cached + held, sizes, self._staging, self._most)
         why, self._why = self._why, ""
         self._chosen = Choice(chosen.size, "; ".join(note for note in (why, chosen.note) if note))
+        self._used = chosen.size
         return self._chosen
 
     def forget(self, reason: str = "") -> None:
         """The transfer failed: what is free now decides anew.
 
-        Where `reason` tells of too little memory, an automatic bucket is from now on at most half of what it was.
+        Where `reason` tells of too little memory, an automatic bucket is from now on at most half of what it was. One
+        failure may be told several times, by whoever noticed it, in any order: only some of them know the reason.
         """
-        chosen, self._chosen = self._chosen, None
-        if chosen is None or self._setting is not None or not is_short(reason) or chosen.size <= LEAST:
+        self._chosen = None
+        if self._setting is not None or not is_short(reason) or self._used <= LEAST:
             return
-        self._most = max(LEAST, chosen.size // 2)
-        self._why = f"buckets of at most {mib(self._most)}: with {mib(chosen.size)} somebody ran out of memory"
+        self._most = max(LEAST, self._used // 2)
+        self._why = f"buckets of at most {mib(self._most)}: with {mib(self._used)} somebody ran out of memory"
