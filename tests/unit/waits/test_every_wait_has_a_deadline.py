@@ -46,6 +46,8 @@ ALLOWED = (
     Allowed(r"actors/engine/in_order.py:_next_answer", r"reader.*", "post bounds the whole of it, see REMOVED"),
     Allowed(r"actors/engine/proxy.py:_Reply.\w+", r"self._news.wait\(\)", "_run ends the reply at request_deadline_s"),
     Allowed(r"actors/engine/proxy.py:Proxy._generate", r"self._admit\(epoch\)", "COMMIT_S, after which it is refused"),
+    Allowed(r"actors/engine/proxy.py:Proxy._generate", r"self._unswept.wait\(\)", "ABORT_DEADLINE_S, of the sweep"),
+    Allowed(r"actors/engine/proxy.py:Proxy.end", r".*self._gathering.*", "twice ABORT_DEADLINE_S: turn, calls"),
     Allowed(r"actors/engine/proxy.py:Proxy._run", r"answer.read\(\)", "within forward(timeout)"),
     Allowed(r"actors/engine/proxy.py:Proxy.idle", r"self._idle.wait\(\)", "its callers, see BY_CALLER"),
     Allowed(r"actors/engine/server.py:Server.ended", r".*create_future\(\)", "one of _watch's, beside the probes"),
