@@ -24,11 +24,13 @@ PARTS = (1, 7, 10_000)
 
 def held(of: Any) -> dict[str, Any]:
     """The attributes that a fold leaves behind, without what it calls."""
-    return {name: value for name, value in vars(of).items() if name not in ("_handlers", "_table", "_steps", "clocks")}
+    apart = ("_handlers", "_table", "_steps", "clocks", "restores")
+    return {name: value for name, value in vars(of).items() if name not in apart}
 
 
 def facts(board: Board) -> tuple[Any, ...]:
-    return held(board.model), board.model.clocks.skews, held(board.view), board.view._steps.memory(), board.streams
+    model, view = board.model, board.view
+    return held(model), model.clocks.skews, held(view), view._steps.memory(), held(view.restores), board.streams
 
 
 @pytest.fixture(scope="module")
