@@ -36,7 +36,7 @@ async def post(
     """POST JSON `bodies` in order within `timeout` seconds, and `check` each answer; what that raises ends it.
 
     `ahead` of them are written before the one before them is answered; an answer has up to `limit` bytes. Raises
-    `Broken`, `OSError` and `TimeoutError`. A body that was written may be performed even if this ends with an error.
+    `Broken`, `OSError` and `TimeoutError`. A body that has left may be performed even if this ends with an error.
     """
     target = urllib.parse.urlsplit(url)
     async with asyncio.timeout(timeout):
@@ -51,7 +51,7 @@ async def post(
                 if closes and under_way:
                     raise Broken("the server closes the connection before it has answered everything")
         finally:
-            writer.close()
+            writer.transport.abort()  # what is not sent by now shall not be
 
 
 def _write(writer: asyncio.StreamWriter, host: str, path: str, bodies: Iterator[bytes], most: int) -> int:

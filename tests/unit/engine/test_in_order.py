@@ -180,3 +180,24 @@ async def test_a_server_that_is_not_there_or_says_nothing_is_told_by_the_deadlin
         with pytest.raises(CallError, match=r"deadline of 0\.1 s"):
             await client.receive_all(BUCKETS, "g", "7", 0.1, flush=False, ahead=1)
         await client.close()
+
+
+async def test_what_is_not_sent_when_it_ends_is_never_sent() -> None:
+    """A bucket behind one that was refused would have the server wait in a collective that nobody else enters."""
+    body, size, over, ended = b"x" * 2**25, 0, asyncio.Event(), asyncio.Event()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal size
+        try:
+            await over.wait()
+            while data := await reader.read(2**20):
+                size += len(data)
+        finally:
+            ended.set()
+
+    async with serving(handle) as url:
+        with pytest.raises(TimeoutError):
+            await in_order.post(url, "/p", [body], 0, 0.2, 100, lambda _: None)
+        over.set()
+        await asyncio.wait_for(ended.wait(), 20)
+    assert size < len(body)
