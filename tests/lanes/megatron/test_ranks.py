@@ -18,7 +18,6 @@ COSINE = {"schedule": "cosine", "warmup_steps": 1}
 SPREADS: dict[str, tuple[int, str, dict[str, Any], str, dict[str, Any]]] = {
     "tensor": (2, "qwen2", {"tensor_parallel": 2}, "optimizer", {}),
     "pipeline": (2, "llama", {"pipeline_parallel": 2}, "none", {}),
-    "sequence": (2, "qwen3-moe", {"tensor_parallel": 2}, "none", {}),
     "data": (2, "qwen3", {"overlap": True}, "all", {}),
     "four": (4, "qwen3-moe", {"tensor_parallel": 2, "expert_parallel": 2}, "all", COSINE),
 }
