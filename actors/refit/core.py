@@ -165,8 +165,9 @@ class RefitCore:
         turn.set(size=event.engines)
 
     def _started(self, turn: Turn, event: RunStarted, _: Envelope[Event]) -> None:
+        """Also after a stop of the run that this process, begun in a resume, hears of before that."""
         size = None if event.resumed else turn.state.size
-        turn.set(gathering=turn.state.gathering or event.resumed, size=size)
+        turn.set(gathering=turn.state.gathering or event.resumed, size=size, stopping=False)
 
     def _stopping(self, turn: Turn, _: RunStopping, __: Envelope[Event]) -> None:
         turn.set(stopping=True)

@@ -775,6 +775,18 @@ def test_resumed_run_waits_anew_for_the_whole_fleet(serving: Drive) -> None:
     assert FsyncHigh(2) in serving.hear(engine_ready(1, boot=2))
 
 
+def test_a_stop_before_the_first_boot_does_not_end_the_run_that_is_resumed() -> None:
+    """The process of the resume is the first, and hears of all that was before."""
+    drive = Drive()
+    drive.hear(RunStarted(config_digest="c"), RunStopping(reason="interrupted"))
+    assert drive.core.done(drive.state)
+    drive.hear(RunStarted(config_digest="c", resumed=True))
+    assert not drive.core.done(drive.state)
+    assert drive.fleet()
+    drive.committed()
+    assert drive.one(RefitCommitted).epoch == 1
+
+
 def test_restart_renews_the_deadline_of_a_wait_for_the_fleet_and_forgets_that_it_gave_up() -> None:
     drive = Drive()
     drive.at(1100.0)
