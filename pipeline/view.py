@@ -218,7 +218,7 @@ class View:
     @property
     def queued_groups(self) -> int:
         """Groups in batches that the trainer has yet to train, or to train again."""
-        return self.batched - self._trained_groups()
+        return max(0, self.batched - self._trained_groups())  # a run without its checkpoints trains others again
 
     def _trained_groups(self) -> int:
         return self._settled + sum(self._groups.values())

@@ -151,7 +151,9 @@ def diff(first: str, second: str, as_json: bool) -> None:
 
     runs = [recorded(name) for name in (first, second)]
     one, two = (partial(reading.numbered, run) for run in runs)
-    settings = list(changes(runs[0].info().config, runs[1].info().config))
+    # where a run lies makes no difference to what it does
+    ours, theirs = ({name: value for name, value in run.info().config.items() if name != "run_dir"} for run in runs)
+    settings = list(changes(ours, theirs))
     found = parting.compare(one, two, parting.end_of(runs[1]), settings)
     if as_json:
         click.echo(msgspec.json.encode(found).decode())

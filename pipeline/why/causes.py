@@ -22,6 +22,9 @@ CAUSES: Mapping[str, str] = {
         "This is a fault of the protocol: attach the output of `pipeline bundle` to a report. Restarting one "
         "of the actors named breaks the cycle."
     ),
+    "actor_failed": (
+        "Mend what it names, then `pipeline up --resume`; settings can be given with it. logs/<actor>.jsonl has more."
+    ),
     "actor_gone": (
         "Read logs/<actor>.jsonl for its last words, mend that, then `pipeline up --resume`, or start it "
         "again with `pipeline actor NAME --run RUN`."

@@ -24,11 +24,15 @@ def diagnose(
     look = Look(model, config, now, evidence, floor_s)
     walk = Walk(look)
     symptom = _symptom(walk) if model.finished is None else None
+    failed = _failed(model)
+    if failed is not None and symptom is not None and symptom.code == "actor_gone":
+        symptom = None  # all are gone, and one of them is why
     above = _above(look, stuck=symptom is not None)
     cause = above[0] if above and symptom is not None else symptom
     if cause is None and above and above[0].code in ("store_unreachable", "store_full"):
         cause = above[0]
-    also = [each for each in (*above, *_sick(look), symptom) if each is not None and not _same(each, cause)]
+    cause = cause or failed
+    also = [each for each in (*above, *_sick(look), symptom, failed) if each is not None and not _same(each, cause)]
     return Diagnosis(
         at=now,
         stuck=cause is not None,
@@ -84,6 +88,14 @@ def _above(look: Look, *, stuck: bool) -> list[Finding]:
     return found
 
 
+def _failed(model: Model) -> Finding | None:
+    """What ended a run that no stall explains."""
+    problem = model.failed
+    if problem is None or model.finished is not None:
+        return None
+    return finding("actor_failed", problem.actor, f"{problem.actor} ended the run: {problem.message}", problem.at)
+
+
 def _writers(look: Look) -> list[Finding]:
     """Two processes that take themselves for one actor, or two coordinators of one run."""
     model = look.model
@@ -106,7 +118,7 @@ def _sick(look: Look) -> list[Finding]:
     model, found = look.model, []
     if model.finished is not None:
         return []
-    for name in look.names:
+    for name in look.names if model.failed is None else ():
         gone = look.gone(name)
         if gone is not None:
             found.append(gone)
@@ -155,6 +167,8 @@ def _headline(look: Look, cause: Finding | None, symptom: Finding | None) -> str
         down = [each.culprit for each in _down(look)]
         but = f"; {some(down)} {'does' if len(down) == 1 else 'do'} not serve" if down else ""
         return f"nothing is stuck: {steps} of {look.config.steps}, last event {span(look.age(model.last_at))} ago{but}"
+    if cause.code == "actor_failed":
+        return f"the run failed at {steps}: {cause.culprit} ended it"
     since = model.step_at or model.started_at or look.now
     moving = "no refit is committed" if symptom is None and model.step_at else f"no optimizer step since {steps}"
     return f"stuck: {moving}, {span(look.age(since))} ago"

@@ -315,7 +315,10 @@ class Model(State):
         known.append(Waited(at, event.seconds))
 
     def _on_actor_failed(self, event: ev.ActorFailed, at: float, by: str) -> None:
-        self.problems.append(Problem(event.actor, event.error, event.message, event.fatal, at, self._boot))
+        problem = Problem(event.actor, event.error, event.message, event.fatal, at, self._boot)
+        self.problems.append(problem)
+        if event.fatal and self.failed is None:
+            self.failed = problem
         self.actors.setdefault(event.actor, Actor()).failed = f"{event.error}: {event.message}"
 
     def _on_bus_data_lost(self, event: ev.DataLost, at: float, by: str) -> None:
@@ -329,7 +332,7 @@ class Model(State):
             batch.lost = batch.lost or batch.position in gone
 
     def _on_run_started(self, event: ev.RunStarted, at: float, by: str) -> None:
-        self.stopping, self.finished = None, None
+        self.stopping = self.finished = self.failed = None
         self.started_at = self.moved_at = at
 
     def _on_run_stopping(self, event: ev.RunStopping, at: float, by: str) -> None:

@@ -76,6 +76,8 @@ class State:
         self.trained_out = False
         self.losses: list[Loss] = []
         self.problems: deque[Problem] = deque(maxlen=KEPT)
+        self.failed: Problem | None = None
+        """What ended the run, since it was started last."""
         self.clocks = Clocks(self.actors)
         self.stopping: tuple[str, float] | None = None
         self.finished: str | None = None

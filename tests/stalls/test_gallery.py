@@ -47,6 +47,7 @@ def test_the_gallery_shows_every_cause_that_a_simulation_can_have():
         "unknown",
         "store_unreachable",
         "refits_fail",
+        "actor_failed",
         "actor_silent",
         "gate_not_closed",
         "trainer_not_offering",

@@ -235,3 +235,20 @@ def test_an_engine_that_starts_for_the_first_time_or_was_scaled_away_is_not_miss
     story = Story()
     story.add(booted("engine-0"))
     assert "serve" not in diagnose(Model().apply_all(story.log), BASE, story.now + 20.0).headline
+
+
+def test_a_run_that_failed_is_explained_by_what_ended_it():
+    story = Story()
+    story.add(events.RunStarted(config_digest="d"))
+    story.add(events.ActorFailed(actor="source", error="ProducerError", message="no dataset 'nosuch'", fatal=True))
+    story.add(events.RunStopping(reason="source failed"))
+    model = Model()
+    model.apply_all(story.log)
+    found = diagnose(model, BASE, story.now + 600.0)
+    assert found.cause is not None
+    assert (found.stuck, found.cause.code, found.cause.culprit) == (True, "actor_failed", "source")
+    assert "no dataset 'nosuch'" in found.cause.text
+    assert found.headline == "the run failed at step 0: source ended it"
+    assert found.also == ()
+    model.apply(story.add(events.RunStarted(config_digest="d", resumed=True)))
+    assert diagnose(model, BASE, story.now + 1.0).cause is None
