@@ -52,6 +52,8 @@ from contracts.events import (
 
 COMMIT_S = 1.0
 """How long a request waits for the commit that it was sent under: gateways may hear of it before engines do."""
+LOOK_S = 0.002
+"""Pause between two looks whether it came."""
 SERVER = "server"
 """Whom an engine waits for that is not answered by its server."""
 BACKOFF_MAX_S = 30.0

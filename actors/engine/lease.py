@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from actors.engine.core import EngineCore
+from actors.engine.core import LOOK_S, EngineCore
 from actors.engine.proxy import Grant, Proxy, Refused
 from actors.engine.state import SERVED, EngineState, Lease, LeaseLapsed, LeaseRenewed
 from contracts.core import Context
-
-LOOK_S = 0.002
-"""Pause between two looks whether it came."""
 
 
 class LeaseKeeper:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from actors.engine import state as engine
+from actors.engine.core import LOOK_S
 from actors.gateway import state as gateway
 from contracts.events import Provenance
 from pipeline.simulate.process import START, Broken
@@ -18,9 +19,6 @@ from pipeline.simulate.weights import PLAN, Wires, digest_of
 
 if TYPE_CHECKING:
     from pipeline.simulate.process import SimActor
-
-LOOK_S = 0.002
-"""As `actors.engine.lease.LOOK_S`."""
 
 
 class Caller:

@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
 import torch
@@ -386,23 +386,30 @@ def judged(variant: Variant, found: Sequence[dict[str, Any]], dry: bool) -> dict
     }
 
 
-class Killer(threading.Thread):
-    """Kills the first boot of a run's engine once the run has taken some steps."""
+class Beside(threading.Thread):
+    """A thread for the length of a block; `_over` is set at its end."""
 
-    STEPS, LOOK_S = 4, 0.05
-
-    def __init__(self, run: Path) -> None:
+    def __init__(self) -> None:
         super().__init__(daemon=True)
-        self._run_dir = run
         self._over = threading.Event()
 
-    def __enter__(self) -> Killer:
+    def __enter__(self) -> Self:
         self.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
         self.join()
+
+
+class Killer(Beside):
+    """Kills the first boot of a run's engine once the run has taken some steps."""
+
+    STEPS, LOOK_S = 4, 0.05
+
+    def __init__(self, run: Path) -> None:
+        super().__init__()
+        self._run_dir = run
 
     def run(self) -> None:
         while not self._over.wait(self.LOOK_S):
@@ -424,22 +431,13 @@ class Killer(threading.Thread):
         return [pid for pid, line in below.items() if "sglang::schedul" in line] or servers
 
 
-class Sampler(threading.Thread):
+class Sampler(Beside):
     """Looks again and again at what is free on one GPU. `seen`: seconds since the epoch and bytes."""
 
     def __init__(self, gpu: int) -> None:
-        super().__init__(daemon=True)
+        super().__init__()
         self._gpu = gpu
         self.seen: list[tuple[float, int]] = []
-        self._over = threading.Event()
-
-    def __enter__(self) -> Sampler:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self.join()
 
     def run(self) -> None:
         while not self._over.wait(SAMPLE_S):
